@@ -19,13 +19,13 @@ FULL: dict[str, str] = {
         "3 s: as the one above",
     "tests/tandem_gateway/test_unbroken_responses.py::test_responses_outlive_their_workers_and_are_kept_as_seen[Native]":
         "5 s and its workers' 20: responses over HTTP and chats over native links stay",
-    "tests/tandem_operator/test_course.py::test_random_histories[1]":
+    "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[1]":
         "2 s: the smallest and the last shape of a fleet stay",
-    "tests/tandem_operator/test_course.py::test_random_histories[2]": "3 s: as the one above",
-    "tests/tandem_operator/test_course.py::test_random_histories[3]": "2 s: as the one above",
-    "tests/tandem_operator/test_course.py::test_random_histories[4]": "3 s: as the one above",
+    "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[2]": "3 s: as the one above",
+    "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[3]": "2 s: as the one above",
+    "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[4]": "3 s: as the one above",
     **{
-        "tests/tandem_operator/test_partners.py::test_a_role_that_is_added_or_removed_costs_no_more_than_the_promise"
+        "tests/tandem_operator/rollout/test_partners.py::test_a_role_that_is_added_or_removed_costs_no_more_than_the_promise"
         f"[{budget}-{shape}]": "1 s each: every budget and every shape stays once, their product goes"
         for budget, kept in (("0-VLLM", "1-1"), ("1-Tandem", "1-3"), ("2-VLLM", "2-4"), ("3-Tandem", "3-2"))
         for shape in ("1-1", "1-3", "2-4", "3-2")

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Target
+from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.profiles import WorkerProfile
 from tandem_sim.replay import GATEWAY_SECONDS, Setting, Simulation
 from tandem_sim.traces import Arrival

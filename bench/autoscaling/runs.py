@@ -8,8 +8,8 @@ from time import process_time
 
 import numpy as np
 from tandem_api.names import Role
-from tandem_operator.scaling.adapter import Autoscaler
-from tandem_operator.scaling.contract import Target, Tuning
+from tandem_operator.autoscale.plan.adapter import Autoscaler
+from tandem_operator.autoscale.plan.contract import Target, Tuning
 from tandem_sim.baselines import SlaPlanner, Static, TokenVelocity, Told, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
 from tandem_sim.replay import Policy, Setting, Simulation

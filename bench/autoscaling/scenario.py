@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tandem_operator.scaling.contract import Target
+from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.profiles import H200, QWEN3_8B, QWEN3_32B_FP8, WorkerProfile, build_profile
 from tandem_sim.synthetic import make_conversations, make_requests
 from tandem_sim.traces import Arrival, read

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tandem_operator.scaling.contract import Tuning
+from tandem_operator.autoscale.plan.contract import Tuning
 from tandem_sim.result import Replay
 from tandem_sim.shapes import Shape, build_bursts, build_ramp, build_spike, build_step
 from tandem_sim.workload import Intensity

@@ -8,7 +8,7 @@ from resource import RUSAGE_SELF, getrusage
 from time import process_time
 
 import numpy as np
-from tandem_operator.scaling.contract import Target, Tuning
+from tandem_operator.autoscale.plan.contract import Target, Tuning
 from tandem_sim.baselines import Ceiling
 from tandem_sim.comparison import Rate, compare
 from tandem_sim.replay import Simulation

@@ -28,9 +28,9 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_api import names
-from tandem_operator.errors import APIError
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import INFERENCE_MODEL
+from tandem_operator.objects.errors import APIError
+from tandem_operator.objects.manifests import INFERENCE_MODEL
 
 from bench.gateway.run import free_port
 from bench.operator.control_plane import NODES, ControlPlane, node

@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from tandem_operator.app import run_operator
-from tandem_operator.logs import set_up_logging
-from tandem_operator.settings import parse_settings
+from tandem_operator.process.app import run_operator
+from tandem_operator.process.logs import set_up_logging
+from tandem_operator.process.settings import parse_settings
 
 PERIOD = 0.005
 KEPT = 20

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tandem_operator.rolling import ABOVE_ALL
+from tandem_operator.rollout.statefulsets import ABOVE_ALL
 
 from e2e.install import NAMESPACE, install_chart, uninstall_chart
 from e2e.suite.conftest import make_namespace

@@ -134,7 +134,7 @@ def test_nobody_may_do_everything() -> None:
 
 @needs_helm
 def test_the_operators_arguments_are_understood() -> None:
-    from tandem_operator.settings import parse_settings
+    from tandem_operator.process.settings import parse_settings
 
     documents = render(
         "--set", "hub.endpoint=http://mirror", "--set", "images.worker=w:1", "--set", "hub.resolve=false",
@@ -150,7 +150,7 @@ def test_the_operators_arguments_are_understood() -> None:
 
 @needs_helm
 def test_keys_and_network_policies_reach_the_operator() -> None:
-    from tandem_operator.settings import parse_settings
+    from tandem_operator.process.settings import parse_settings
 
     def told(*arguments: str) -> Any:
         (deployment,) = [d for d in render(*arguments) if d["kind"] == "Deployment"]
@@ -207,8 +207,8 @@ def test_monitors_and_rules_are_made_where_their_types_are() -> None:
 def test_monitors_select_what_pods_carry() -> None:
     """Ports and labels of the pods that the operator makes."""
     from tandem_api.inferencemodel import InferenceModel
-    from tandem_operator.settings import Release
     from tandem_operator.workloads import Blueprint, build_children
+    from tandem_operator.workloads.release import Release
 
     model = {"metadata": {"name": "m", "namespace": "n"}, "spec": {"model": {"uri": "hf://a/b"}, "prefill": {}}}
     release = Release(worker_image="w", gateway_image="g")
@@ -227,7 +227,7 @@ def known_metrics() -> set[str]:
     """Every series that a part of Tandem has."""
     from prometheus_client import REGISTRY
     from tandem_api.telemetry import Metric
-    from tandem_operator import metrics
+    from tandem_operator.runtime import metrics
 
     assert metrics
     declared = {value for name, value in vars(Metric).items() if not name.startswith("_")}

@@ -14,8 +14,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_gateway.http.tls import Certificate
 from tandem_gateway.metrics import Metrics
-from tandem_operator import metrics as operator_metrics
-from tandem_operator.manifests import ModelKey
+from tandem_operator.objects.manifests import ModelKey
+from tandem_operator.runtime import metrics as operator_metrics
 
 from tests.charts.test_chart import CHART, ROOT, needs_helm, of_kind, render, schema
 from tests.tandem_gateway.http.test_tls import make_certificate

@@ -16,7 +16,7 @@ DIGESTS = """
 import json
 from operator_objects import blueprint, cases
 from tandem_api.names import Role
-from tandem_operator.revisions import content_of, digest_of
+from tandem_operator.rollout.revisions import content_of, digest_of
 from tandem_operator.workloads import build_children
 from tandem_operator.workloads.configs import start_hash, worker_config
 found = {}

@@ -223,6 +223,8 @@ def test_every_reason_is_explained() -> None:
 def test_every_metric_is_explained() -> None:
     text = "".join(page.read_text() for page in PAGES)
     names = {name for key, name in vars(Metric).items() if key.isupper()}
-    names |= set(re.findall(r"tandem_operator_\w+", (PACKAGES["tandem_operator"] / "metrics.py").read_text()))
+    names |= set(
+        re.findall(r"tandem_operator_\w+", (PACKAGES["tandem_operator"] / "runtime" / "metrics.py").read_text())
+    )
     assert len(names) > 50
     assert [name for name in sorted(names) if f"`{name}" not in text] == []

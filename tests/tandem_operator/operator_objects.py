@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 from tandem_api.inferencemodel import InferenceModel
-from tandem_operator.manifests import ChildKey, Manifest, child_key
-from tandem_operator.settings import Release
+from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.release import Release
 
 RELEASED = Path(__file__).parent / "released"
 RELEASE = Release(worker_image="worker:1", gateway_image="gateway:1")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from lupa.lua51 import LuaRuntime  # the language version that Argo CD runs
-from tandem_operator.observation import WAITS_FOR_A_WISH
+from tandem_operator.observe.roles import STALLED_BY_REQUEST
 
 FOLDER = Path(__file__).parents[2] / "examples" / "argocd"
 HEALTH = (FOLDER / "health.lua").read_text()
@@ -45,7 +45,7 @@ def conditions(**states: str) -> dict[str, Any]:
         (1, conditions(Ready="False Progressing", Reconciling="True Progressing"), "Progressing"),
         (1, conditions(Ready="False ImagePullFailed", Stalled="True ImagePullFailed"), "Degraded"),
         (1, conditions(Ready="True Serving", Stalled="True CrashLoopBackOff"), "Degraded"),
-        *((1, conditions(Ready="False X", Stalled=f"True {reason}"), "Suspended") for reason in WAITS_FOR_A_WISH),
+        *((1, conditions(Ready="False X", Stalled=f"True {reason}"), "Suspended") for reason in STALLED_BY_REQUEST),
     ],
 )
 def test_health(generation: int, status: dict[str, Any] | None, wanted: str) -> None:

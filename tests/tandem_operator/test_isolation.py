@@ -13,12 +13,12 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_the_operator_imports_no_torch() -> None:
-    assert not {"torch", "transformers", "numpy"} & modules_after("import tandem_operator.app")
+    assert not {"torch", "transformers", "numpy"} & modules_after("import tandem_operator.process.app")
 
 
 def test_decisions_import_no_kubernetes_client() -> None:
     pure = (
-        "import tandem_operator.planner, tandem_operator.status, tandem_operator.workloads,"
-        " tandem_operator.transitions, tandem_operator.rotation"
+        "import tandem_operator.children.plan, tandem_operator.reconcile.status, tandem_operator.workloads,"
+        " tandem_operator.reconcile.transitions, tandem_operator.keys.rotation"
     )
     assert not {"kubernetes", "kopf", "aiohttp"} & modules_after(pure)

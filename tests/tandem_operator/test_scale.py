@@ -10,17 +10,18 @@ from typing import Any
 
 from operator_objects import UID, blueprint, settled
 from tandem_api.names import Role
-from tandem_operator.admission import admission_condition, is_admission_open, plan_admissions
-from tandem_operator.course import decide, look_at
-from tandem_operator.fleet import FleetView, Standing
-from tandem_operator.inherit import keep_what_runs
+from tandem_operator.autoscale.observed import observe_model
+from tandem_operator.children.inherit import keep_what_runs
+from tandem_operator.children.plan import plan_children
+from tandem_operator.gateways.admission import admission_condition, is_admission_open, plan_admissions
+from tandem_operator.gateways.fleet import FleetView, Standing
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
-from tandem_operator.planner import own_workloads, plan_children
-from tandem_operator.rolling import plan_hurry, plan_rolling
-from tandem_operator.rollout import Replica, RoleView, State, plan_rollout
-from tandem_operator.scene import set_scene
-from tandem_operator.status import build_status
+from tandem_operator.objects.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey, own_workloads
+from tandem_operator.observe.replica import ObservedReplica, ReplicaState
+from tandem_operator.reconcile.status import build_status
+from tandem_operator.rollout.plan import plan_rollout, view_rollout
+from tandem_operator.rollout.replacement import RoleView, plan_replacement
+from tandem_operator.rollout.statefulsets import plan_drain_limits, plan_stateful_sets
 from tandem_operator.workloads import build_children
 
 from tests.effort import count_instructions
@@ -55,19 +56,19 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     standings = {key.name: Standing(host="", admitted=True) for key in ours if key.kind == "Pod"}
     fleet = FleetView(standings=standings, reporting=frozenset({"g"}), asked=True)
     parts: dict[str, Callable[[], object]] = {
-        "course": lambda: decide(
-            look_at(plan, {}, ours, request=None, taken=0, now=now),
+        "course": lambda: plan_rollout(
+            view_rollout(plan, {}, ours, retry=None, taken=0, now=now),
             ours,
             may_roll=True,
             added={},
             fresh=False,
             now=now,
         ),
-        "rolling": lambda: plan_rolling(plan, desired, ours, now=now),
-        "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_hurry(plan, ours)),
+        "rolling": lambda: plan_stateful_sets(plan, desired, ours, now=now),
+        "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_drain_limits(plan, ours)),
         "admission": lambda: plan_admissions(plan, ours, fleet),
         "gates": lambda: (admission_condition(plan, ours, fleet, []), is_admission_open(plan, ours)),
-        "scene": lambda: set_scene(targeted, ours, None),
+        "scene": lambda: observe_model(targeted, ours, None),
         "status": lambda: build_status(plan, ours, problems=[], failures={}, waiting=[], now="2026-01-01T00:00:00Z"),
     }
     held = {name: count_instructions(part) for name, part in parts.items()}
@@ -76,15 +77,17 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
 
 def test_a_plan_that_takes_all_replicas_costs_as_many_times_as_there_are() -> None:
     def view(wanted: int) -> RoleView:
-        replicas = [Replica(index=i, build="old", state=State.READY, is_outdated=True) for i in range(wanted)]
+        replicas = [
+            ObservedReplica(index=i, build="old", state=ReplicaState.READY, is_outdated=True) for i in range(wanted)
+        ]
         return RoleView(wanted=wanted, total=wanted, partition=wanted, replicas=replicas, surge=0, unavailable=wanted)
 
     def roles(size: int) -> dict[Role, RoleView]:
         return {Role.PREFILL: view(size), Role.DECODE: view(4 * size)}
 
     few, many = roles(25), roles(200)
-    assert len(plan_rollout(many)[Role.DECODE].replace) == 800
-    cost = count_instructions(lambda: plan_rollout(many)) / count_instructions(lambda: plan_rollout(few))
+    assert len(plan_replacement(many)[Role.DECODE].replace) == 800
+    cost = count_instructions(lambda: plan_replacement(many)) / count_instructions(lambda: plan_replacement(few))
     assert cost < 1.25 * 8, "eight times as many replicas"
 
 

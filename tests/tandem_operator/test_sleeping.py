@@ -20,18 +20,18 @@ from tandem_api.inferencemodel import InferenceModel
 from tandem_api.launch import GatewayConfig, GatewayQueue
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
-from tandem_operator.fleet import FleetWatch
+from tandem_operator.autoscale.desired import settle_replicas
+from tandem_operator.autoscale.observed import ObservedModel
+from tandem_operator.autoscale.plan.contract import Target
+from tandem_operator.autoscale.plan.snapshots import RoleCount
+from tandem_operator.autoscale.plan.temper import Circumstances
+from tandem_operator.autoscale.scaler import PERIOD_SECONDS, Scaler
+from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import ChildKey, ModelKey
-from tandem_operator.replicas import settle_replicas
-from tandem_operator.scaler import PERIOD_SECONDS, Scaler
-from tandem_operator.scaling.contract import Target
-from tandem_operator.scaling.observe import RoleCount
-from tandem_operator.scaling.temper import Circumstances
-from tandem_operator.scene import Scene
+from tandem_operator.objects.manifests import ChildKey, ModelKey
+from test_desired import NOW, PREFILL, OwningServer, look, scaling
 from test_kstatus import kstatus
 from test_reconciler import DECODE, GATEWAY, KEY, MODEL
-from test_replicas import NOW, PREFILL, OwningServer, look, scaling
 from test_scaler import SLO, Cluster, D, Load, P
 
 IDLE_AFTER = 60.0
@@ -442,12 +442,12 @@ async def test_a_request_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     watch = FleetWatch(port=server.metrics_port, on_request=tell)
     scaler = Scaler(watch, looks.append)
     target = Target(seconds=1.0)
-    scene = Scene(
+    observed = ObservedModel(
         spec=None, ttft=target, tpot=target, counts={P: RoleCount(replicas=0), D: RoleCount(replicas=0)},
         circumstances=Circumstances(followed=frozenset({P, D})), idle_after=60.0, asleep=True, fewest={P: 1, D: 2},
     )  # fmt: skip
-    scaler.follow(KEY, scene)
-    watch.follow(KEY, {"m-gateway": "127.0.0.1"}, hurry=False, asleep=True)
+    scaler.follow(KEY, observed)
+    watch.follow(KEY, {"m-gateway": "127.0.0.1"}, fast=False, asleep=True)
     running = asyncio.create_task(watch.run())
     try:
         async with asyncio.timeout(10):

@@ -13,14 +13,15 @@ from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import blueprint, container, pod, raw_model
 from tandem_api.launch import WorkerConfig
-from tandem_operator.groups import is_on_standby
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import Manifest, dig
-from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
+from tandem_operator.objects.manifests import Manifest, dig
+from tandem_operator.objects.pods import is_on_standby
+from tandem_operator.observe.replica import ObservedReplica, ReplicaState
+from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_replacement
 from tandem_operator.workloads import build_children
+from test_desired import PREFILL, OwningServer, look, scaling
 from test_kstatus import kstatus
 from test_reconciler import DECODE, GATEWAY, MODEL
-from test_replicas import PREFILL, OwningServer, look, scaling
 from test_scaler import SLO, D
 from test_sleeping import IDLE_AFTER, Sleeper
 
@@ -252,8 +253,8 @@ async def test_what_ails_one_is_told(resting: Resting) -> None:
     assert resting.awake, "requests wake it all the same"
 
 
-def replica(index: int, *, outdated: bool = False, leaving: bool = False) -> Replica:
-    return Replica(index=index, build="b", state=State.DOWN, is_outdated=outdated, is_leaving=leaving)
+def replica(index: int, *, outdated: bool = False, leaving: bool = False) -> ObservedReplica:
+    return ObservedReplica(index=index, build="b", state=ReplicaState.DOWN, is_outdated=outdated, is_leaving=leaving)
 
 
 @pytest.mark.parametrize(
@@ -268,13 +269,15 @@ def replica(index: int, *, outdated: bool = False, leaving: bool = False) -> Rep
         (1, [replica(0), replica(1, outdated=True)], False, RolePlan(total=1, partition=0)),
     ],
 )
-def test_plans_of_those_who_serve_nobody(standby: int, replicas: list[Replica], even: bool, plan: RolePlan) -> None:
+def test_plans_of_those_who_serve_nobody(
+    standby: int, replicas: list[ObservedReplica], even: bool, plan: RolePlan
+) -> None:
     view = RoleView(
         wanted=0, total=5, partition=0, replicas=replicas, surge=1, unavailable=0, is_even=even, standby=standby
     )
-    assert plan_rollout({D: view}) == {D: plan}
+    assert plan_replacement({D: view}) == {D: plan}
     held = RolePlan(total=standby, partition=standby or None)
-    assert plan_rollout({D: replace(view, is_withheld=True)}) == {D: plan if even else held}
+    assert plan_replacement({D: replace(view, is_withheld=True)}) == {D: plan if even else held}
 
 
 def manifests(**spec: Any) -> dict[tuple[str, str], Manifest]:

@@ -12,26 +12,24 @@ import functools
 import os
 import random
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from operator_objects import RELEASE, UID, container, pod
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
-from tandem_operator import reconciler as module
-from tandem_operator.commits import Answer, Question
-from tandem_operator.errors import APIError, ConflictError, IncompleteError, NotFoundError
-from tandem_operator.fleet import FleetWatch
-from tandem_operator.keeper import KeyKeeper
+from tandem_operator.gateways.fleet import FleetWatch
+from tandem_operator.keys.keeper import KeyKeeper
+from tandem_operator.keys.rotation import KeyPolicy
+from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
-from tandem_operator.reconciler import Reconciler
-from tandem_operator.recorder import EventRecorder
-from tandem_operator.revisions import digest_of
-from tandem_operator.rotation import KeyPolicy
-from tandem_operator.settings import HubPolicy
-from tandem_operator.turns import Turns
+from tandem_operator.objects.errors import APIError, ConflictError, IncompleteError, NotFoundError
+from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
+from tandem_operator.reconcile.reconciler import Reconciler
+from tandem_operator.rollout.queue import RolloutQueue
+from tandem_operator.rollout.revisions import digest_of
+from tandem_operator.weights.commits import CommitAnswer, CommitQuestion
+from tandem_operator.weights.hub import HubPolicy
 from tandem_operator.workloads.blueprint import digest
 
 HISTORIES = int(os.environ.get("TANDEM_WHOLE_HISTORIES", "5"))
@@ -65,7 +63,7 @@ class World:
         """The watch of the model is away in between."""
         self.tip = "a" * 40
         self.policy = HubPolicy(resolve=True)
-        self.answers: dict[ModelKey, tuple[Question, Answer | None]] = {}
+        self.answers: dict[ModelKey, tuple[CommitQuestion, CommitAnswer | None]] = {}
         self.bad: set[str] = set()
         """Images whose workers never start."""
         self.due = 0.0
@@ -103,7 +101,8 @@ class World:
         self.answers.clear()
         self.operator = Reconciler(
             client, self.store, RELEASE, KeyKeeper(client, KeyPolicy(), clock=self.unix),
-            EventRecorder(client, instance="test"), None, client, self.fleet, Turns(),
+            EventRecorder(client, instance="test"), None, client, self.fleet, RolloutQueue(),
+            clock=lambda: self.now,
         )  # fmt: skip
         self.due = self.seconds
 
@@ -141,7 +140,7 @@ class World:
 
     # the hub
 
-    def ask(self, key: ModelKey, question: Question, *, can_wait: bool = False) -> Answer | None:
+    def ask(self, key: ModelKey, question: CommitQuestion, *, can_wait: bool = False) -> CommitAnswer | None:
         known = self.answers.get(key)
         if known is None or known[0] != question:
             self.answers[key] = known = (question, None)
@@ -155,7 +154,7 @@ class World:
 
     def answer(self) -> None:
         for key, (question, before) in list(self.answers.items()):
-            told = Answer(commit=self.tip)
+            told = CommitAnswer(commit=self.tip)
             if told != before:
                 self.answers[key] = question, told
                 self._wake(key)
@@ -473,19 +472,6 @@ def set_condition(p: Manifest, kind: str, status: str, now: str, reason: str = "
     conditions[:] = [*(c for c in conditions if c["type"] != kind), new]
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(rng: random.Random, spec: Manifest) -> World:
-        made = World(rng, spec)
-        clock = SimpleNamespace(
-            datetime=SimpleNamespace(now=lambda tz: made.now), UTC=real.UTC, timedelta=real.timedelta
-        )
-        monkeypatch.setattr(module, "datetime", clock)
-        return made
-
-    return make
-
-
 async def settle(made: World, *, where: str, within: int = 900) -> None:
     """From now on nothing fails. What the conditions say that only a person can do, is done."""
     made.fails = made.dies = 0.0
@@ -507,10 +493,10 @@ HF: Mapping[str, Any] = {"model": {"uri": "hf://org/repo"}}
 
 
 @pytest.mark.timeout(max(120, 20 * HISTORIES))
-async def test_a_moved_branch_is_followed(world: Any) -> None:
+async def test_a_moved_branch_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
-        made = world(rng, copy.deepcopy(dict(HF)))
+        made = World(rng, copy.deepcopy(dict(HF)))
         await settle(made, where=f"seed {seed} first")
         made.tip = "b" * 40
         made.fails, made.dies = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.1, 0.05)])
@@ -609,11 +595,11 @@ def ask_for(made: World, roles: Manifest, said: list[str]) -> None:
 
 
 @pytest.mark.timeout(max(120, 20 * HISTORIES))
-async def test_whatever_happens_the_last_wish_is_followed(world: Any) -> None:
+async def test_whatever_happens_the_last_wish_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
         roles = rng.choice(ROLES)
-        made = world(rng, copy.deepcopy(dict(HF)) | copy.deepcopy(roles) | {"rollout": {"canary": STEPS}})
+        made = World(rng, copy.deepcopy(dict(HF)) | copy.deepcopy(roles) | {"rollout": {"canary": STEPS}})
         made.bad = {BAD}
         await settle(made, where=f"seed {seed} first")
         said: list[str] = []

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from tandem_api.names import Role
-from tandem_operator.scaling.adapter import Autoscaler
-from tandem_operator.scaling.contract import Counters, RoleSpec, RoleState, ScalingSpec, Snapshot, Target
+from tandem_operator.autoscale.plan.adapter import Autoscaler
+from tandem_operator.autoscale.plan.contract import Counters, RoleSpec, RoleState, ScalingSpec, Snapshot, Target
 from tandem_sim.baselines import Ceiling, SlaPlanner, TokenVelocity, Told, Velocity, Window, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import H200, QWEN3_8B, build_profile

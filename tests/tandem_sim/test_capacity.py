@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_operator.scaling.contract import Target
+from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.capacity import CapacityError, Figures, Fleet, Trial, Trials, find_smallest, find_split
 from tandem_sim.comparison import Rate, find_goodput, judge
 from tandem_sim.profiles import H200, QWEN3_8B, build_profile

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Snapshot, Target
+from tandem_operator.autoscale.plan.contract import Snapshot, Target
 from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import GPUS, H200, MODELS, QWEN3_8B, build_profile
 from tandem_sim.replay import Failure, Setting, Simulation

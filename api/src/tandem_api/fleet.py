@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, FiniteFloat, NonNegativeFloat
@@ -108,3 +109,34 @@ class FleetReport(Wire):
     """Workers that are not ready and tell what they wait for."""
     traffic: Traffic | None = None
     """Absent from gateways of a release that does not count it."""
+
+
+def percentile_bounds(counts: Sequence[int], share: float) -> tuple[float, float]:
+    """Seconds that the percentile `share` (0 to 1) of `WorkerReport.ttft_counts` surely lies between. Above the last
+    bound there is no end.
+
+    Raises:
+        ValueError: nothing was counted.
+    """
+    _, index, _ = _bucket(counts, share)
+    low = TTFT_BOUNDS[index - 1] if index else 0.0
+    return low, TTFT_BOUNDS[index] if index < len(TTFT_BOUNDS) else float("inf")
+
+
+def percentile(counts: Sequence[int], share: float) -> float:
+    """The percentile in seconds, by a straight line through its bucket; of the last one its lower bound."""
+    below, index, rank = _bucket(counts, share)
+    low, high = percentile_bounds(counts, share)
+    if high == float("inf"):
+        return low
+    return low + (high - low) * (rank - below) / counts[index]
+
+
+def _bucket(counts: Sequence[int], share: float) -> tuple[int, int, float]:
+    """Requests below the bucket that the percentile is in, its index, and the rank that is looked for."""
+    rank, below = share * sum(counts), 0
+    for index, count in enumerate(counts):
+        if count and below + count >= rank:
+            return below, index, rank
+        below += count
+    raise ValueError("there is no percentile of nothing")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tandem_operator.app import run_operator
-from tandem_operator.errors import SettingsError
-from tandem_operator.logs import set_up_logging
-from tandem_operator.settings import parse_settings
+from tandem_operator.objects.errors import SettingsError
+from tandem_operator.process.app import run_operator
+from tandem_operator.process.logs import set_up_logging
+from tandem_operator.process.settings import parse_settings
 
 
 def main() -> None:

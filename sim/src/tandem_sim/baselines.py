@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.autoscale.plan.contract import Counters, RoleState, Snapshot
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 from tandem_api.names import Role
-from tandem_operator.scaling.adapter import Autoscaler
+from tandem_operator.autoscale.plan.adapter import Autoscaler
 
 from tandem_sim.fleet import StartUp
 from tandem_sim.replay import Setting, Simulation

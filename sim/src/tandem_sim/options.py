@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
-from tandem_operator.scaling.contract import Target
+from tandem_operator.autoscale.plan.contract import Target
 
 from tandem_sim.profiles import GPUS, MODELS, WorkerProfile, build_profile
 

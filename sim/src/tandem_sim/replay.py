@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Snapshot, Target
+from tandem_operator.autoscale.plan.contract import Snapshot, Target
 
 from tandem_sim.fleet import AnyWorker, RolePool, StartUp
 from tandem_sim.profiles import WorkerProfile

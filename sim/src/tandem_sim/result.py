@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Target
+from tandem_operator.autoscale.plan.contract import Target
 
 from tandem_sim.fleet import RolePool
 from tandem_sim.workers import Flight

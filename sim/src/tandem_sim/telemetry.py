@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
-from tandem_operator.scaling.peers import agree
+from tandem_operator.autoscale.plan.contract import Counters, RoleState, Snapshot
+from tandem_operator.autoscale.plan.peers import agree
 
 from tandem_sim.fleet import AnyWorker, RolePool
 from tandem_sim.workers import DecodeWorker, Flight, PrefillWorker

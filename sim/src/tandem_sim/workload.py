@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from tandem_api.names import Role
-from tandem_operator.scaling.contract import RoleSpec, ScalingSpec, Target, Tuning
-from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
-from tandem_operator.scaling.sizing import (
+from tandem_operator.autoscale.plan.contract import RoleSpec, ScalingSpec, Target, Tuning
+from tandem_operator.autoscale.plan.shared import SharedDemand, SharedReplica, size_shared
+from tandem_operator.autoscale.plan.sizing import (
     Answers,
     DecodeRoom,
     Prompts,

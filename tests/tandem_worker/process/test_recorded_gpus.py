@@ -13,11 +13,11 @@ import pytest
 from tandem_api.fleet import FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
-from tandem_operator.scaling.contract import Decision, RoleSpec, ScalingSpec, Target
-from tandem_operator.scaling.history import History
-from tandem_operator.scaling.observe import Heard, RoleCount, Totals, add_up, take_shares, take_snapshot
-from tandem_operator.scaling.planner import plan
-from tandem_operator.scaling.shares import Shares
+from tandem_operator.autoscale.plan.contract import Decision, RoleSpec, ScalingSpec, Target
+from tandem_operator.autoscale.plan.history import History
+from tandem_operator.autoscale.plan.planner import plan
+from tandem_operator.autoscale.plan.shares import Shares
+from tandem_operator.autoscale.plan.snapshots import Heard, RoleCount, Totals, add_up, take_shares, take_snapshot
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.group.control.link import encode_beat, parse_beat
 from tandem_worker.host.nvml import NO_GPU, GpuReader, GpuSample

@@ -19,9 +19,9 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from tandem_api.names import FIELD_MANAGER
 
-from tandem_operator import metrics
-from tandem_operator.errors import APIError, NotFoundError, api_error
-from tandem_operator.manifests import Kind, Manifest
+from tandem_operator.objects.errors import APIError, NotFoundError, api_error
+from tandem_operator.objects.manifests import Kind, Manifest
+from tandem_operator.runtime import metrics
 
 _TIMEOUT_SECONDS = 30
 _PAGE = 20
@@ -78,7 +78,7 @@ def proxy_of(url: str) -> str | None:
 
 
 class KubeClient:
-    """Requests against the API server. Errors are those of `tandem_operator.errors`."""
+    """Requests against the API server. Errors are those of `tandem_operator.objects.errors`."""
 
     def __init__(self, client: ApiClient, *, watches: ApiClient | None = None) -> None:
         self._client: Any = client

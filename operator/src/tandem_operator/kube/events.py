@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 from tandem_api.names import Role, workload_name
 
-from tandem_operator.causes import creation_failure
 from tandem_operator.kube.store import Kept
-from tandem_operator.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
+from tandem_operator.objects.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
 
 CREATIONS = {"fieldSelector": f"involvedObject.kind={STATEFUL_SET.name}"}
 _REASONS = frozenset({"FailedCreate", "SuccessfulCreate"})
@@ -71,7 +70,17 @@ class CreationEvents:
 
 
 def _model_of(event: Manifest) -> ModelKey | None:
-    """By the name of the StatefulSet; whether it is the model's own shows its uid."""
+    """The model that the name of the StatefulSet tells; whether it is the model's own shows its uid."""
     name = str(dig(event, "involvedObject", "name"))
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
     return None if suffix is None else ModelKey(event["metadata"]["namespace"], name.removesuffix(suffix))
+
+
+def creation_failure(events: Iterable[Manifest]) -> str | None:
+    """Why a workload could not create a pod, by the Events about it; None when it has since created one."""
+    outcomes = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
+    # Times are whole seconds: of two in one, the failure is what is still open.
+    last = max(
+        outcomes, key=lambda event: (str(event.get("lastTimestamp")), event["reason"] == "FailedCreate"), default=None
+    )
+    return None if last is None or last["reason"] == "SuccessfulCreate" else str(last.get("message"))

@@ -9,10 +9,10 @@ from typing import cast
 
 import aiohttp
 
-from tandem_operator.errors import APIError, NotFoundError
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.kube.watch import Store, Watcher
-from tandem_operator.manifests import Kind, ModelKey, dig_list
+from tandem_operator.kube.watch import KindWatcher, Store
+from tandem_operator.objects.errors import APIError, NotFoundError
+from tandem_operator.objects.manifests import Kind, ModelKey, dig_list
 
 _POLL_SECONDS = 30.0
 _SYNC_SECONDS = 10.0
@@ -85,7 +85,7 @@ class OptionalWatch:
 
     async def _start(self) -> None:
         watchers = [
-            Watcher(self._client, self._store, self.kind, namespace, on_change=self._on_change)
+            KindWatcher(self._client, self._store, self.kind, namespace, on_change=self._on_change)
             for namespace in self._namespaces
         ]
         self._tasks = [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in watchers]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from tandem_api.names import FIELD_MANAGER
 
-from tandem_operator.manifests import Manifest, dig, dig_list
+from tandem_operator.objects.manifests import Manifest, dig, dig_list
 
 HANDOVER_MANAGER = f"{FIELD_MANAGER}-handover"
 """Holds a number of replicas between the operator, which applies it no longer, and whoever is to scale from then on: a

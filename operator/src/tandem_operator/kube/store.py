@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 from tandem_api import names
 
-from tandem_operator.causes import ENDED_BY_NODE
-from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
-from tandem_operator.manifests import (
+from tandem_operator.objects.manifests import (
     DEPLOYMENT,
     JOB,
     POD,
@@ -33,7 +31,8 @@ from tandem_operator.manifests import (
     dig,
     labels_of,
 )
-from tandem_operator.pace import Pace
+from tandem_operator.objects.pods import ENDED_BY_NODE, is_ready
+from tandem_operator.runtime.turns import LoopTurns
 
 _AT_ONCE = 25
 _POD_METADATA = (
@@ -41,7 +40,7 @@ _POD_METADATA = (
     "deletionGracePeriodSeconds",
 )  # fmt: skip
 _LEFT_OUT = ("managedFields", "resourceVersion")
-"""Of every kind: what is not read, and would make news of every change."""
+"""Fields of every kind: what is not read, and would make news of every change."""
 _WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, JOB, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
 _POD_STATUS = (
@@ -71,8 +70,8 @@ class Kept:
 class ChildStore:
     """Children by model. Not thread-safe: it belongs to one event loop."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace()
+    def __init__(self, loop_turns: LoopTurns | None = None) -> None:
+        self._loop_turns = loop_turns or LoopTurns()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
         self._owners: dict[tuple[str, ChildKey], ModelKey] = {}
         """Models by namespace and child: labels change."""
@@ -90,7 +89,7 @@ class ChildStore:
         packed = list(self._models.get(model, {}).items())
         found: dict[ChildKey, Manifest] = {}
         for start in range(0, len(packed), _AT_ONCE):
-            await self._pace.turn()
+            await self._loop_turns.next()
             found |= {key: json.loads(zlib.decompress(data)) for key, data in packed[start : start + _AT_ONCE]}
         return found
 
@@ -149,7 +148,7 @@ class ChildStore:
             self._ends.pop(model, None)
 
     def _forget_ends(self, model: ModelKey, owner: Manifest, *, replicas: int) -> None:
-        """Of pods that this StatefulSet makes no more."""
+        """Drop how pods have ended that this StatefulSet makes no more."""
         uid, ends = owner["metadata"].get("uid"), self._ends.get(model, {})
         for name, ended in list(ends.items()):
             ordinal = name.rpartition("-")[2]

@@ -17,12 +17,12 @@ from typing import Protocol
 import aiohttp
 from tandem_api import names
 
-from tandem_operator import metrics
-from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.store import Kept
-from tandem_operator.manifests import EVENT, Kind, Manifest, ModelKey
-from tandem_operator.pace import Pace
+from tandem_operator.objects.errors import APIError, ExpiredError
+from tandem_operator.objects.manifests import EVENT, Kind, Manifest, ModelKey
+from tandem_operator.runtime import metrics
+from tandem_operator.runtime.turns import LoopTurns
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """Where objects are kept. Each method says which models an object or its absence is about."""
+    """A place where objects are kept. Each method says which models an object or its absence is about."""
 
     def put(self, kind: Kind, manifest: Manifest) -> Kept | None: ...
 
@@ -51,7 +51,7 @@ class Store(Protocol):
     def retain(self, kind: Kind, namespace: str | None, present: Iterable[tuple[ModelKey, str]]) -> set[ModelKey]: ...
 
 
-class Watcher:
+class KindWatcher:
     """Watches one kind in one namespace, or in all (None)."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Watcher:
         selector: Mapping[str, str] = CHILDREN,
         backoff_seconds: tuple[float, ...] = _BACKOFF_SECONDS,
         silence_seconds: float = _SILENCE_SECONDS,
-        pace: Pace | None = None,
+        loop_turns: LoopTurns | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -76,7 +76,7 @@ class Watcher:
         self._backoff = backoff_seconds
         self._silence = None if kind == EVENT else silence_seconds
         self._version: str | None = None
-        self._pace = pace or Pace()
+        self._loop_turns = loop_turns or LoopTurns()
         self._path = kind.path(namespace)
         self.synced = asyncio.Event()
         """Set once the store has everything that was there at the start."""
@@ -119,7 +119,7 @@ class Watcher:
                 version = page["metadata"]["resourceVersion"]
                 for number, item in enumerate(page["items"]):
                     if number % _AT_ONCE == 0:
-                        await self._pace.turn()
+                        await self._loop_turns.next()
                     if (kept := self._store.put(self._kind, item)) is not None:
                         present.add((kept.model, item["metadata"]["name"]))
                         changed |= {kept.model} if kept.is_news else set()
@@ -138,7 +138,7 @@ class Watcher:
             self._path, selector=self._selector, resource_version=version, silence_seconds=self._silence
         ):
             if (number := number + 1) % _AT_ONCE == 0:
-                await self._pace.turn()
+                await self._loop_turns.next()
             item: Manifest = event["object"]
             if event["type"] == "ERROR":
                 message = str(item.get("message"))

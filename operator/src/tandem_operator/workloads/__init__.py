@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tandem_api.names import Role, workload_name
 
-from tandem_operator.errors import InvalidOverlayError
-from tandem_operator.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest
+from tandem_operator.objects.errors import InvalidOverlayError
+from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest
 from tandem_operator.workloads.access import build_access
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import build_config_map, gateway_config, worker_config

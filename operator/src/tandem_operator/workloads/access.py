@@ -5,7 +5,7 @@ What gateways may do is a ClusterRole of the chart, bound in each namespace: so 
 
 from __future__ import annotations
 
-from tandem_operator.manifests import ROLE_BINDING, SERVICE_ACCOUNT, Manifest
+from tandem_operator.objects.manifests import ROLE_BINDING, SERVICE_ACCOUNT, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, digest
 
 

@@ -12,7 +12,7 @@ from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import (
+from tandem_operator.objects.manifests import (
     CHILD_KINDS,
     DEPLOYMENT,
     SERVICE,
@@ -23,7 +23,7 @@ from tandem_operator.manifests import (
     dig,
     dig_list,
 )
-from tandem_operator.settings import Release
+from tandem_operator.workloads.release import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 HISTORY = "history"
@@ -45,9 +45,9 @@ class Blueprint:
     """Whether pods get what this release gives to those that do not say: a spread, the gateway's resources, the
     readiness gate of workers. Earlier releases gave none of it, and what runs is left as it is (`inherit`)."""
     commit: str | None = None
-    """Of an `hf://` repository, what workers load; None: each resolves `spec.model.revision` for itself."""
+    """The commit of an `hf://` repository that workers load; None: each resolves `spec.model.revision` for itself."""
     kept_image: str | None = None
-    """Of workers of a model that names none, where that is another one than the release's (`images`)."""
+    """The image of workers of a model that names none, where it is not the release's (`rollout.images`)."""
     left: frozenset[str] = frozenset()
     """Components whose number of replicas something else sets at present: `replicas` of `model` follows it, and no
     manifest says it."""
@@ -126,7 +126,8 @@ class Blueprint:
 
     @property
     def revision(self) -> str:
-        """That of the decode workers, which prefill workers share unless a podTemplate gives one role another image."""
+        """The revision of the decode workers, which prefill workers share unless a podTemplate gives one role another
+        image."""
         return self.revision_of(self.decode_role)
 
     def revision_of(self, role: Role) -> str:

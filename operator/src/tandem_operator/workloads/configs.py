@@ -32,7 +32,7 @@ from tandem_api.launch import (
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
-from tandem_operator.manifests import CONFIG_MAP, Manifest
+from tandem_operator.objects.manifests import CONFIG_MAP, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.pods import drain_seconds
 

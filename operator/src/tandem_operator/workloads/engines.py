@@ -12,7 +12,7 @@ from tandem_api import names
 from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.names import Role
 
-from tandem_operator.manifests import Manifest
+from tandem_operator.objects.manifests import Manifest
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import http_probe
 

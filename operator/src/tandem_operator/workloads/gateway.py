@@ -8,7 +8,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
 from tandem_api.names import Role
 
-from tandem_operator.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
+from tandem_operator.objects.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
 from tandem_operator.workloads.blueprint import Blueprint, sign
 from tandem_operator.workloads.keys import keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, template_grace_seconds, thread_env
@@ -18,8 +18,8 @@ _COMPONENT = Role.GATEWAY.value
 _ENDPOINT_LAG_SECONDS = 3
 """After a pod is marked for removal, nodes send it connections for about this long: it must still take them."""
 DEFAULT_RESOURCES = Resources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "1Gi"})
-"""Of gateways that say nothing. Half of the memory is for requests that are held, which is as many as there may be
-without a limit. No limit on CPU: it would make streams stutter."""
+"""What gateways get that say nothing. Half of the memory is for requests that are held, which is as many as there may
+be without a limit. No limit on CPU: it would make streams stutter."""
 _NO_TIMEOUT = "0s"
 
 
@@ -31,13 +31,13 @@ _CERTIFICATE_MODE = 0o440
 
 @dataclass(frozen=True, slots=True)
 class ClientPort:
-    """Where clients are served."""
+    """The port where clients are served."""
 
     name: str
     port: int
-    """Of the Service."""
+    """The Service's."""
     target: int
-    """Of the container."""
+    """The container's."""
 
 
 _HTTP = ClientPort("http", names.SERVICE_PORT, names.GATEWAY_HTTP_PORT)

@@ -1,4 +1,5 @@
-"""Where pods run and what they run with: the fields of a workload that say so, and the spread that is the default.
+"""Placement: where pods run and what they run with: the fields of a workload that say so, and the spread that is the
+default.
 
 The order of precedence is generated, then these fields, then the podTemplate: `pods.pod_template` merges it over all.
 """
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from tandem_api.inferencemodel import TopologySpreadConstraint, Workload
 from tandem_api.names import Role
 
-from tandem_operator.manifests import Manifest, dig
+from tandem_operator.objects.manifests import Manifest, dig
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 _HOST, _ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"

@@ -10,10 +10,10 @@ from tandem_api.inferencemodel import LONGEST_DRAIN, Resources, Workload
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
-from tandem_operator.errors import InvalidOverlayError
-from tandem_operator.manifests import Manifest
-from tandem_operator.overlay import overlay_template
+from tandem_operator.objects.errors import InvalidOverlayError
+from tandem_operator.objects.manifests import Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of, digest, people_metadata
+from tandem_operator.workloads.overlay import overlay_template
 from tandem_operator.workloads.placement import placement
 
 USER = 65532

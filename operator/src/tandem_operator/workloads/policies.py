@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tandem_api import names
 from tandem_api.names import Role
 
-from tandem_operator.manifests import NETWORK_POLICY, Manifest
+from tandem_operator.objects.manifests import NETWORK_POLICY, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
@@ -23,7 +23,8 @@ METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
 """Pods of a namespace labelled so (value `allowed`) may reach the metrics ports."""
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 _EPHEMERAL_PORTS = (32768, 60999)
-"""Where gloo and NCCL listen: they let the kernel choose, and this is what a new network namespace chooses from."""
+"""The ports where gloo and NCCL listen: they let the kernel choose, and this is what a new network namespace chooses
+from."""
 _DNS_PORTS = (53, 5353)
 """5353 is where OpenShift's DNS pods listen: most networks judge a connection by the pod behind the Service."""
 _HTTPS_PORT = 443
@@ -68,7 +69,7 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 
 
 def build_prewarm_policy(blueprint: Blueprint) -> Manifest | None:
-    """Of pods that fill the cache: they reach the hub, and nobody reaches them. None where policies are off."""
+    """The policy of pods that fill the cache: they reach the hub, nobody reaches them. None where policies are off."""
     if not blueprint.release.network.enabled:
         return None
     name = f"{blueprint.name}-{COMPONENT}"
@@ -138,8 +139,8 @@ def _kv_ports(blueprint: Blueprint) -> Manifest:
 
 
 def _hub_rules(blueprint: Blueprint) -> list[Manifest]:
-    """Where workers download from. A policy knows no names, and hubs send downloads on to others: the ports are open to
-    everywhere. A hub inside the cluster is reached at whatever port its pods have, so its namespace is."""
+    """Rules for where workers download from. A policy knows no names, and hubs send downloads on to others: the ports
+    are open to everywhere. A hub inside the cluster is reached at whatever port its pods have, so its namespace is."""
     if not blueprint.model.spec.model.uri.startswith("hf://"):
         return []
     return _outside(blueprint, blueprint.release.hub_endpoint or f"https://:{_HTTPS_PORT}", _HTTPS_PORT)

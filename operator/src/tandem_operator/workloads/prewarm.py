@@ -12,7 +12,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import WorkerRole
 from tandem_api.launch import GroupConfig
 
-from tandem_operator.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of
+from tandem_operator.objects.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of
 from tandem_operator.workloads.blueprint import Blueprint, digest
 from tandem_operator.workloads.configs import CONFIG_FILE, worker_config
 from tandem_operator.workloads.pods import pod_template, thread_env
@@ -56,7 +56,7 @@ def _uses_devices(worker: WorkerRole) -> bool:
 
 
 def prewarm_name(blueprint: Blueprint) -> str:
-    """Of the Job: another one for whatever else workers find in the claim."""
+    """The name of the Job: another one for whatever else workers find in the claim."""
     spec, role = blueprint.model.spec, blueprint.decode_role
     assert spec.model.cache is not None
     parts = [spec.model.uri, blueprint.weights_revision, spec.model.cache.persistent_volume_claim]

@@ -6,7 +6,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
+from tandem_operator.objects.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
@@ -98,7 +98,7 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         **({} if component in blueprint.left else {"replicas": blueprint.num_pods(role) or blueprint.standby}),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        # Of a new StatefulSet. Later the partition says which pods are made from the newest template (`rolling`).
+        # Of a new StatefulSet. Later the partition says which pods are of the newest template (`rollout.statefulsets`).
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(component)},

@@ -1,0 +1,1 @@
+"""What the operator tells gateways, and what they tell it about workers."""

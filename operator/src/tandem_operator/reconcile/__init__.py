@@ -1,0 +1,1 @@
+"""One look at one model: the steps of it, their execution, and what is told."""

@@ -1,0 +1,1 @@
+"""Which revision, image and pods workers have now, and which are replaced."""
