@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import tandem_api
 import tandem_gateway
+import tandem_operator
 import tandem_sim
 import tandem_worker
 
-PACKAGES = [tandem_api, tandem_gateway, tandem_sim, tandem_worker]
+PACKAGES = [tandem_api, tandem_gateway, tandem_operator, tandem_sim, tandem_worker]
 OPENINGS = frozenset(("Of", "That", "By", "Whose", "Where"))
 
 

@@ -98,8 +98,8 @@ def test_linear_refuses_what_it_would_misread(randn):
 
 
 def test_splits_follow_the_weight_alone(half_dtype, device, generator):
-    """One row and 32 are summed in the same pieces. Products of 256 columns have one of three magnitudes: sums of one are
-    exact in any order, as the interpreter's depends on the processor, and sums of all are not."""
+    """One row and 32 are summed in the same pieces. Products of 256 columns have one of three magnitudes: sums of one
+    are exact in any order, as the interpreter's depends on the processor, and sums of all are not."""
     magnitudes = 2 ** (6 * (torch.arange(2048) // 256 % 3))
     x = torch.randint(-1, 2, (32, 2048), generator=generator) * magnitudes
     weight = torch.randint(-8, 9, (40, 2048), generator=generator) * magnitudes
