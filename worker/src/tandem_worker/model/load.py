@@ -19,6 +19,7 @@ from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.files import find_gguf, find_safetensors
 from tandem_worker.model.checkpoint.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.checkpoint.packed_folder import is_packed
 from tandem_worker.model.checkpoint.quantized import dequantize_source
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.stored import Packer
@@ -172,8 +173,16 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
             f"{config.architecture} has no output matrix, so it cannot generate text, and no {MODULES} says how it "
             "makes embeddings.",
         )
-    source = dequantize_source(SafetensorsSource(files), config.quantization)
+    source = dequantize_source(_open_safetensors(path, files), config.quantization)
     return config, BareSource(source) if _BARE_EMBEDDING in source else source
+
+
+def _open_safetensors(folder: Path, files: list[Path]) -> WeightSource:
+    if not is_packed(folder):
+        return SafetensorsSource(files)
+    from tandem_worker.model.checkpoint.lossless import LosslessSource  # brings zstd, which others do not need
+
+    return LosslessSource(folder, files)
 
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:

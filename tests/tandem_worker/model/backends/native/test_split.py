@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.checkpoint.split import HEAD
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
 from tandem_worker.model.prepared.store import PreparedStore
@@ -57,7 +58,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def place(memory: torch.Tensor) -> tuple[int, bool]:
     """Address and form for a product."""
     is_split = library.is_split(memory)
-    return memory.data_ptr() + (0 if is_split else library.HEAD), is_split
+    return memory.data_ptr() + (0 if is_split else HEAD), is_split
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,6 +19,7 @@ from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
 from tandem_worker.model.layers.pre_norm import PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router
+from tandem_worker.parallel.collectives import Collective
 
 
 class BackendName(StrEnum):
@@ -32,7 +33,8 @@ class Lossless:
     """How a backend keeps bfloat16 weights in 12 bits, bit for bit."""
 
     packer: Callable[[], Packer]
-    embedding: Callable[[PackedWeight], Embedding]
+    embedding: Callable[[PackedWeight, int, Collective | None], Embedding]
+    """Of a rank's rows of the table, the first of them, and what adds up the ranks' results."""
     find_obstacle: Callable[[], str | None]
     """Why it cannot be done here, as a sentence; None when it can."""
 
