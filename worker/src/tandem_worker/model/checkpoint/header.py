@@ -35,10 +35,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data."""
         return self.stop - self.start
 
     @property
     def elements(self) -> int:
+        """Numbers that it has."""
         return math.prod(self.shape)
 
 

@@ -69,6 +69,7 @@ class FileRecord:
 
     @property
     def size_here(self) -> int:
+        """Bytes of the file in the packed folder."""
         return self.size if self.packed is None else self.packed.size
 
 

@@ -57,30 +57,37 @@ class SplitPlaces:
 
     @property
     def blocks(self) -> int:
+        """Blocks of 64 rows."""
         return -(-self.rows // COLUMNS)
 
     @property
     def pairs(self) -> int:
+        """Pairs of columns."""
         return self.columns // 2
 
     @property
     def words(self) -> int:
+        """Words of 64 flags of a block."""
         return -(-self.pairs // 64)
 
     @property
     def values(self) -> int:
+        """Where the high bytes that codes stand for begin; groups begin behind the head."""
         return HEAD + self.blocks * self.pairs * GROUP
 
     @property
     def flags(self) -> int:
+        """Where the flags begin."""
         return self.values + self.blocks * NUM_CODES
 
     @property
     def first(self) -> int:
+        """Where the numbers of blocks' first entries beside begin."""
         return self.flags + self.blocks * self.words * 8
 
     @property
     def beside(self) -> int:
+        """Where the entries beside begin."""
         return self.first + self.blocks * 4
 
     def size(self, num_beside: int) -> int:
@@ -166,6 +173,7 @@ class SplitMatrix:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that `write` writes."""
         return SplitPlaces(self.rows, self.columns).size(len(self.beside))
 
     def take_rows(self, start: int, stop: int) -> SplitMatrix | None:
