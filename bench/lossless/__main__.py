@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tandem_worker.model.backends import native
@@ -144,6 +146,16 @@ def bench_products(threads: int, rounds: int) -> dict[str, object]:
     return found
 
 
+def ratios(rows: dict[str, Any]) -> dict[int, float]:
+    """By rows of a product the least of the models' ratios, rounded down: what `Auto` chooses by."""
+    found: dict[int, float] = {}
+    for name, row in rows.items():
+        if name.startswith("products, "):
+            size = int(name.split(", ")[2].removesuffix(" rows"))
+            found[size] = min(found.get(size, math.inf), math.floor(100 * row["value"]) / 100)
+    return dict(sorted(found.items()))
+
+
 def bench_http(threads: int, rounds: int) -> dict[str, object]:
     gguf = find_model()
     with ExitStack() as stack:
@@ -183,6 +195,7 @@ def main() -> int:
     *told, last = output.stdout.splitlines()
     print(*told, sep="\n", flush=True)
     found = {"machine": machine, "rows": json.loads(last) | bench_http(options.threads, options.rounds)}
+    print("for CPU_RATIOS of model/backends/form.py:", ratios(found["rows"]))
     line = json.dumps(found, ensure_ascii=False)
     if options.record:
         options.record.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file, save
 from tandem_api.launch import ModelSource, PackedForm
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.files import find_safetensors
+from tandem_worker.model.checkpoint.files import find_safetensors, is_packed
 from tandem_worker.model.checkpoint.lossless import LosslessSource
-from tandem_worker.model.checkpoint.packed_folder import LIST, is_packed
+from tandem_worker.model.checkpoint.packed_folder import LIST
 from tandem_worker.model.sources import packed
 from tandem_worker.model.sources.digest import MANIFEST
 from tandem_worker.model.sources.resolve import resolve_model

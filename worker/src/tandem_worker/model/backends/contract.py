@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,6 +37,8 @@ class Lossless:
     """Of a rank's rows of the table, the first of them, and what adds up the ranks' results."""
     find_obstacle: Callable[[], str | None]
     """Why it cannot be done here, as a sentence; None when it can."""
+    ratios: Mapping[int, float]
+    """By rows of a product, how many times as fast as plain weights it was measured; `Auto` chooses by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

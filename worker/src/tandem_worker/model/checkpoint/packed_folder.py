@@ -22,12 +22,10 @@ from typing import Any, Literal, cast, get_args
 from xxhash import xxh3_128_hexdigest
 
 from tandem_worker.host.errors import WorkerError
-from tandem_worker.model.checkpoint.files import is_inner_path
+from tandem_worker.model.checkpoint.files import PACKED_LIST, PACKED_RECORD, is_inner_path
 from tandem_worker.model.checkpoint.header import HeaderError
 
-LIST = "tandem_lossless.json"
-RECORD = "tandem.lossless"
-"""Key of a packed file's metadata."""
+LIST, RECORD = PACKED_LIST, PACKED_RECORD
 CHUNK = 4 << 20
 """Bytes of a tensor under one sum."""
 _FORMAT = "tandem lossless 1"
@@ -95,11 +93,6 @@ def _text(value: object) -> str:
 
 def _sum(body: Mapping[str, object]) -> str:
     return hashlib.sha256(_text(body).encode()).hexdigest()
-
-
-def is_packed(folder: Path) -> bool:
-    """Whether a packed checkpoint is in `folder`."""
-    return (folder / LIST).is_file()
 
 
 def read_list(folder: Path) -> PackedList:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice
-from tandem_worker.model.checkpoint.packed_folder import LIST, RECORD
+from tandem_worker.model.checkpoint.files import PACKED_LIST, PACKED_RECORD
 from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Stored
 
 DTYPES = {
@@ -40,10 +40,11 @@ class SafetensorsSource:
         self._handles: dict[str, Any] = {}
         for path in files:
             handle = _open(path)
-            if RECORD in (handle.metadata() or {}):
+            if PACKED_RECORD in (handle.metadata() or {}):
                 raise StartupError(
                     "WeightsCorrupt",
-                    f"{path.name} is a part of a packed checkpoint, but {LIST} is not beside it: copy all the folder.",
+                    f"{path.name} is a part of a packed checkpoint, but {PACKED_LIST} is not beside it: copy the whole "
+                    "folder.",
                 )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 self._handles[name] = handle

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem_worker.model.checkpoint.files import is_packed
 from tandem_worker.model.checkpoint.packed_file import PackedFile
 from tandem_worker.model.checkpoint.packed_folder import (
     LIST,
     DamagedError,
     FileRecord,
     PackedList,
-    is_packed,
     read_list,
 )
 from tandem_worker.model.lossless.contract import (

@@ -11,6 +11,7 @@ import torch
 
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName, Lossless
+from tandem_worker.model.backends.form import CPU_RATIOS
 from tandem_worker.model.backends.native import library
 from tandem_worker.model.backends.native.attention import NativeAttention
 from tandem_worker.model.backends.native.packing import LosslessPacker, NativePacker, lay_out
@@ -180,5 +181,10 @@ NATIVE = replace(
     experts=NativeExperts,
     route=build_route,
     packer=NativePacker if _PACKS else None,
-    lossless=Lossless(packer=LosslessPacker, embedding=NativeEmbedding, find_obstacle=native.find_lossless_obstacle),
+    lossless=Lossless(
+        packer=LosslessPacker,
+        embedding=NativeEmbedding,
+        find_obstacle=native.find_lossless_obstacle,
+        ratios=CPU_RATIOS,
+    ),
 )
