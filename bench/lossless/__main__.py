@@ -3,6 +3,7 @@
 Products are timed over all matrices of a model's step, so none is found in a cache that the others have filled; a ratio
 is plain over lossless of one round, above 1 where lossless is faster. Over HTTP two workers differ in nothing but
 `spec.engine.weights`. Medians and spread of the rounds, wall and CPU time; the last line is one JSON object.
+`--checkpoints` measures packed checkpoints instead, on one core.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tandem_worker.model.backends import native
 
 from bench.engine import server
 from bench.engine.__main__ import VOCABULARY, describe_machine
+from bench.lossless import checkpoints
 from e2e.model import find_model
 
 PROMPT, NEW = 64, 128
@@ -179,8 +181,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the last line there")
+    parser.add_argument("--checkpoints", action="store_true", help="only bits and speed of packed checkpoints")
     parser.add_argument("--products-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.checkpoints:
+        rows = {row.name: {"value": round(row.value, 3), "goal": row.goal} for row in checkpoints.measure(5)}
+        print(json.dumps({"machine": describe_machine(1, "BFloat16"), "rows": rows}, ensure_ascii=False))
+        return 0
     if (obstacle := native.find_lossless_obstacle()) is not None:
         print(f"nothing to measure: {obstacle}")
         return 1

@@ -78,6 +78,10 @@ a tensor have a checksum that is checked before they are used; headers and small
 What does not agree is `WeightsCorrupt`, with file and tensor. A packed copy has another digest than its source, so workers
 of both exchange no KV blocks. Other programs list the tensors and cannot compute with the packed ones: unpack for them.
 GGUF files are not packed.
+
+Measured by `make bench-lossless BENCH=--checkpoints` on one core beside much other work, in GB of bfloat16 per second of
+CPU: `archive` packs 1.2 and gives back 1.9 to 2.2 with its checksums, `fixed` is checked and copied at 7.8 to 9.1. Of values
+as training leaves them `fixed` takes 12.01 bits and `archive` 10.61, of SmolLM2's 12.02 and 10.66.
 """
 
 
