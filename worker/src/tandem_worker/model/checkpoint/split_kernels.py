@@ -34,9 +34,11 @@ def decode_rows(matrix: SplitMatrix, start: int, stop: int) -> Words:
 
     memory = np.empty(part.nbytes, np.uint8)
     part.write(memory)
-    ids = torch.arange(start - first * COLUMNS, stop - first * COLUMNS)
-    rows = kernels.split_rows(torch.from_numpy(memory), part.rows, part.columns, ids)
-    return rows.view(torch.int16).numpy().view(np.uint16)
+    packed = torch.empty(len(part.groups) * COLUMNS * part.columns, dtype=torch.bfloat16)
+    kernels.unsplit_to(memory, part.rows, part.columns, packed)
+    pairs = packed.view(torch.int32).numpy().reshape(len(part.groups), part.columns // 2, COLUMNS)
+    rows = np.ascontiguousarray(pairs.transpose(0, 2, 1)).view(np.uint16).reshape(-1, part.columns)
+    return rows[start - first * COLUMNS : stop - first * COLUMNS]
 
 
 def plan(bits: Words) -> tuple[npt.NDArray[np.uint8], int] | None:
