@@ -12,7 +12,9 @@ from tandem_worker.model.backends import native
 from tandem_worker.model.checkpoint import exponents, split, split_kernels
 from tandem_worker.model.checkpoint.exponents import CHUNK, ExponentsError, PackedNumbers, pack_numbers
 from tandem_worker.model.checkpoint.split import SplitError, SplitMatrix
+from tandem_worker.model.load import open_checkpoint
 
+from e2e.model import find_model
 from tests.tandem_worker.model.lossless.checkpoints import every_pattern, trained
 
 Words = npt.NDArray[np.uint16]
@@ -123,6 +125,16 @@ def test_every_pattern_takes_few_bits() -> None:
 def test_bits_a_weight_of_a_trained_matrix() -> None:
     values = words(trained(3072, 576))
     assert 8 * encode(values).nbytes / values.size <= 12.15
+    assert 8 * sum(len(piece) for piece in pack_numbers(values.reshape(-1))) / values.size <= 10.75
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"])
+def test_bits_a_weight_of_a_real_matrix(name: str) -> None:
+    """Of a quantized model: its values are what quantization left, and some are exactly zero."""
+    values = words(open_checkpoint(find_model())[1].read(name).bfloat16())
+    plan = split_kernels.plan(values)
+    assert plan is not None
+    assert 8 * plan[1] / values.size <= 12.15
     assert 8 * sum(len(piece) for piece in pack_numbers(values.reshape(-1))) / values.size <= 10.75
 
 

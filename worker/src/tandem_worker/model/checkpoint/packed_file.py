@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from tandem_worker.model.checkpoint.exponents import CHUNK as NUMBERS
 from tandem_worker.model.checkpoint.exponents import Bytes, ExponentsError, PackedNumbers, Words
 from tandem_worker.model.checkpoint.header import LENGTH, Entry, HeaderError, header_length, parse_header
+from tandem_worker.model.checkpoint.mapping import map_file
 from tandem_worker.model.checkpoint.packed_folder import (
     CHUNK,
     RECORD,
@@ -162,8 +162,7 @@ def _map(path: Path, name: str, size: int) -> Bytes:
         found = file.seek(0, 2)
         if found != size or not size:
             raise DamagedError(f"{name} has {found} bytes, and {size} were written.")
-        # Private: torch takes no memory that cannot be written to, and nobody writes.
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        return map_file(file)
 
 
 def _pair(entry: Entry, here: Entry, note: FileNote) -> Tensor:

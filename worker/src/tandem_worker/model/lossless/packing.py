@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from tandem_worker.model.checkpoint.header import (
     header_length,
     parse_header,
 )
+from tandem_worker.model.checkpoint.mapping import map_file
 from tandem_worker.model.checkpoint.packed_file import matrix_shape
 from tandem_worker.model.checkpoint.packed_folder import (
     CHUNK,
@@ -101,7 +101,7 @@ def _pack_file(path: Path, name: str, target: Path, form: Form) -> FileRecord:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise DifferentError(f"{name} is empty: download the model again.")
-        memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        memory = map_file(file)
     try:
         end = LENGTH + header_length(memory[:LENGTH].tobytes(), size)
         header = parse_header(memory[LENGTH:end].tobytes(), size - end)
