@@ -3,6 +3,7 @@
 Products are timed over all matrices of a model's step, so none is found in a cache that the others have filled; a ratio
 is plain over lossless of one round, above 1 where lossless is faster. Over HTTP two workers differ in nothing but
 `spec.engine.weights`. Medians and spread of the rounds, wall and CPU time; the last line is one JSON object.
+`--checkpoints` measures packed checkpoints instead, on one core.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -20,12 +22,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tandem_worker.model.backends import native
 
 from bench.engine import server
 from bench.engine.__main__ import VOCABULARY, describe_machine
+from bench.lossless import checkpoints
 from e2e.model import find_model
 
 PROMPT, NEW = 64, 128
@@ -144,6 +148,16 @@ def bench_products(threads: int, rounds: int) -> dict[str, object]:
     return found
 
 
+def ratios(rows: dict[str, Any]) -> dict[int, float]:
+    """By rows of a product the least of the models' ratios, rounded down: what `Auto` chooses by."""
+    found: dict[int, float] = {}
+    for name, row in rows.items():
+        if name.startswith("products, "):
+            size = int(name.split(", ")[2].removesuffix(" rows"))
+            found[size] = min(found.get(size, math.inf), math.floor(100 * row["value"]) / 100)
+    return dict(sorted(found.items()))
+
+
 def bench_http(threads: int, rounds: int) -> dict[str, object]:
     gguf = find_model()
     with ExitStack() as stack:
@@ -167,8 +181,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the last line there")
+    parser.add_argument("--checkpoints", action="store_true", help="only bits and speed of packed checkpoints")
     parser.add_argument("--products-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.checkpoints:
+        rows = {row.name: {"value": round(row.value, 3), "goal": row.goal} for row in checkpoints.measure(5)}
+        print(json.dumps({"machine": describe_machine(1, "BFloat16"), "rows": rows}, ensure_ascii=False))
+        return 0
     if (obstacle := native.find_lossless_obstacle()) is not None:
         print(f"nothing to measure: {obstacle}")
         return 1
@@ -183,6 +202,7 @@ def main() -> int:
     *told, last = output.stdout.splitlines()
     print(*told, sep="\n", flush=True)
     found = {"machine": machine, "rows": json.loads(last) | bench_http(options.threads, options.rounds)}
+    print("for CPU_RATIOS of model/backends/form.py:", ratios(found["rows"]))
     line = json.dumps(found, ensure_ascii=False)
     if options.record:
         options.record.mkdir(parents=True, exist_ok=True)

@@ -110,6 +110,11 @@ _LIMITS = (
         _unset("model.cache.prewarm", "false"),
     ),
     _Limit(
+        ".model.cache.pack",
+        "is of Tandem's own workers, which alone read packed checkpoints: remove it",
+        _unset("model.cache.pack", "'None'"),
+    ),
+    _Limit(
         ".engine.device",
         "must not be CPU with another engine's image, which is built for GPUs: write CUDA or Auto",
         "!has(self.engine.device) || self.engine.device != 'CPU'",
@@ -212,6 +217,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     ranks = [role.parallelism for role in workers]
     broken = (
         spec.model.cache is not None and spec.model.cache.prewarm,
+        spec.model.cache is not None and spec.model.cache.pack != "None",
         engine.device == "CPU",
         engine.max_batch_tokens != 2048,
         engine.max_running_requests != 256,

@@ -33,6 +33,8 @@ ToolForm = Literal["Auto", "Template", "Generic", "Off"]
 GenerationSettings = Literal["Model", "Off"]
 """What stands below the sampling fields of requests: see `spec.engine.generationSettings`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
+PackedForm = Literal["Fixed", "Archive"]
+"""How a downloaded checkpoint is kept: see `spec.model.cache.pack`."""
 WeightsForm = Literal["Auto", "Plain", "Lossless"]
 """How matrices are kept in memory: see `spec.engine.weights`."""
 
@@ -61,6 +63,8 @@ class ModelSource(Wire):
     """Base URL of the model hub that `hf://` names; None is the public one."""
     sharing: FileSharing | None = None
     """None: nothing is shared."""
+    pack: PackedForm | None = None
+    """What a download becomes in the cache folder, where it holds safetensors files; None: it stays as it is."""
 
 
 class KVConfig(Wire):

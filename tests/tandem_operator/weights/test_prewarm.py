@@ -14,9 +14,11 @@ from operator_objects import UID, blueprint, children
 from pydantic import ValidationError
 from tandem_api.inferencemodel import InferenceModelSpec
 from tandem_api.launch import WorkerConfig
+from tandem_api.names import Role
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
 from tandem_operator.weights.prewarm import CONDITION, PREWARMING, PrewarmPlan, plan_prewarm
 from tandem_operator.workloads import Blueprint
+from tandem_operator.workloads.configs import worker_config
 from tandem_operator.workloads.policies import build_prewarm_policy
 from tandem_operator.workloads.prewarm import build_prewarm_job, prewarm_name
 from test_workloads import text_of
@@ -187,6 +189,8 @@ def test_a_job_of_somebody_else_is_left_alone() -> None:
         ({"engine": {"weights": "Lossless"}}, True),
         ({"engine": {"image": "worker:2"}}, True),
         ({"model": {"uri": "hf://org/repo", "cache": CACHE | {"persistentVolumeClaim": "other"}}}, True),
+        ({"model": {"uri": "hf://org/repo", "cache": CACHE | {"pack": "Archive"}}}, True),
+        ({"model": {"uri": "hf://org/repo", "cache": CACHE | {"pack": "None"}}}, False),
         ({"model": {"uri": "hf://org/another", "cache": CACHE}}, True),
         ({"decode": {"resources": GPU}}, True),
     ],
@@ -294,15 +298,36 @@ def test_no_service_budget_or_policy_of_workers_takes_its_pod_for_one() -> None:
     ("spec", "sentence"),
     [
         ({"model": {"uri": "hf://a/b", "cache": {"prewarm": True}}}, "prewarm fills a PersistentVolumeClaim"),
+        ({"model": {"uri": "hf://a/b", "cache": {"pack": "Fixed"}}}, "packs what is kept in a PersistentVolumeClaim"),
         (
             {"model": {"uri": "hf://a/b", "cache": CACHE}, "engine": {"kind": "VLLM"}},
             "model.cache.prewarm is of Tandem",
         ),
+        (
+            {
+                "model": {"uri": "hf://a/b", "cache": {"persistentVolumeClaim": "models", "pack": "Archive"}},
+                "engine": {"kind": "VLLM"},
+            },
+            "model.cache.pack is of Tandem",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_prewarmed_is_refused(spec: Manifest, sentence: str) -> None:
+def test_a_model_whose_cache_cannot_be_filled_so_is_refused(spec: Manifest, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         InferenceModelSpec.model_validate(spec)
+
+
+def test_workers_are_told_how_the_claim_keeps_the_model() -> None:
+    """And do not offer files to each other that are not there any more."""
+    for cache, pack, shares in (
+        ({"pack": "Archive"}, "Archive", False),
+        ({"pack": "Fixed", "peers": True}, "Fixed", False),
+        ({"pack": "None", "peers": True}, None, True),
+        ({}, None, False),
+    ):
+        model = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", **cache}}
+        source = worker_config(blueprint(model=model), Role.DECODE).model
+        assert (source.pack, source.sharing is not None) == (pack, shares)
 
 
 def test_the_job_belongs_to_the_model() -> None:

@@ -14,6 +14,7 @@ from tandem_api.telemetry import Metric
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import NO_GPU, GpuSample
+from tandem_worker.model.weighing import Matrices
 from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.process.progress import StartFigure
@@ -54,8 +55,9 @@ def sample(
 def text(**changes: object) -> str:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
+    memory, matrices = {"weights": 1 << 30}, {"lossless": Matrices(211, 202 << 20)}
     return build_metrics_text(
-        FACTS, sample(**changes), requests, {"weights": 1 << 30}, {"total": 2.0004}, PreparationCounts(2, 5, 1)  # type: ignore[arg-type]
+        FACTS, sample(**changes), requests, memory, matrices, {"total": 2.0004}, PreparationCounts(2, 5, 1)  # type: ignore[arg-type]
     )  # fmt: skip
 
 

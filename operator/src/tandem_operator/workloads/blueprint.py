@@ -220,9 +220,10 @@ def template_hash(template: Manifest) -> str:
 
 
 def shares_files(blueprint: Blueprint) -> bool:
-    """Whether workers may get the model's files from each other. Where they do not download they have nothing to do."""
+    """Whether workers may get the model's files from each other. Where they do not download they have nothing to do,
+    and of a packed copy they have nothing to give that the hub announces."""
     cache = blueprint.model.spec.model.cache
-    return cache is not None and cache.peers
+    return cache is not None and cache.peers and cache.pack == "None"
 
 
 def component_of(role: Role) -> str:

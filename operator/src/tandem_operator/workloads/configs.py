@@ -23,6 +23,7 @@ from tandem_api.launch import (
     GroupConfig,
     KVConfig,
     ModelSource,
+    PackedForm,
     SchedulerConfig,
     StoreLimits,
     TracingConfig,
@@ -54,6 +55,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             revision=blueprint.weights_revision,
             hub_endpoint=blueprint.release.hub_endpoint,
             sharing=FileSharing(enabled=True) if shares_files(blueprint) else None,
+            pack=_packed_form(blueprint),
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,
@@ -80,6 +82,11 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         standby=blueprint.standby > 0,
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
+
+
+def _packed_form(blueprint: Blueprint) -> PackedForm | None:
+    cache = blueprint.model.spec.model.cache
+    return None if cache is None or cache.pack == "None" else cache.pack
 
 
 def gateway_config(blueprint: Blueprint) -> GatewayConfig:

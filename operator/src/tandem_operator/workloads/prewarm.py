@@ -62,6 +62,7 @@ def prewarm_name(blueprint: Blueprint) -> str:
     parts = [spec.model.uri, blueprint.weights_revision, spec.model.cache.persistent_volume_claim]
     parts += [blueprint.image_of(role), spec.engine.device, spec.engine.dtype, spec.engine.weights]
     parts += [prepares_weights(blueprint)]
+    parts += [] if spec.model.cache.pack == "None" else [spec.model.cache.pack]  # names of before stay
     return f"{blueprint.name}-{COMPONENT}-{digest(parts)[:8]}"
 
 

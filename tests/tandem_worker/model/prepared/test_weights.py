@@ -226,7 +226,7 @@ def test_other_facts_are_other_copies(model_path: Path, store: PreparedStore, mo
     assert open_weights(store, dtype="Auto").found
     assert not open_weights(store, dtype="bfloat16").found
     assert not open_prepared_weights(store, "1" * 32, {"dtype": "Auto"}).found
-    monkeypatch.setattr(weights_module, "LAYOUT", 2)
+    monkeypatch.setattr(weights_module, "LAYOUT", weights_module.LAYOUT + 1)
     assert not open_weights(store, dtype="Auto").found
 
 

@@ -23,6 +23,7 @@ from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
+from tandem_worker.model.backends.form import rows_of
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model, open_checkpoint
@@ -84,7 +85,12 @@ class FollowingRank:
         self.runtime.vitals.read_gpu = open_gpu_reader(self.device).sample
         enter("loading weights")
         model = load_model(
-            self.path, device=self.device, dtype=self.dtype, context=context, weights=self.order.config.weights
+            self.path,
+            device=self.device,
+            dtype=self.dtype,
+            context=context,
+            weights=config.weights,
+            rows=rows_of(config),
         )
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
         enter("hashing the model")

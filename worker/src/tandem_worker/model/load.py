@@ -13,10 +13,11 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import Backend, BackendName
+from tandem_worker.model.backends.form import Choice, Rows, choose_form
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.bare import BareSource
 from tandem_worker.model.checkpoint.contract import WeightSource
-from tandem_worker.model.checkpoint.files import find_gguf, find_safetensors
+from tandem_worker.model.checkpoint.files import find_gguf, find_safetensors, is_packed
 from tandem_worker.model.checkpoint.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.checkpoint.quantized import dequantize_source
@@ -33,6 +34,8 @@ from tandem_worker.parallel.context import SINGLE, ParallelContext
 
 logger = logging.getLogger(__name__)
 
+ANY_ROWS = Rows(1, 2048)
+"""Of a worker that decodes and prefills."""
 _BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
 
@@ -47,17 +50,19 @@ def load_model(
     max_threads: int | None = None,
     prepared: PreparedWeights | None = None,
     weights: WeightsForm = "Auto",
+    rows: Rows = ANY_ROWS,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
     `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
     threads from here on. `prepared` hands out what an earlier start packed, or remembers it for `prepared.save()`;
-    its reading is over when this returns or raises. `weights` says whether matrices take 12 bits a weight, bit for bit.
+    its reading is over when this returns or raises. `weights` says whether matrices take 12 bits a weight, bit for bit;
+    `rows`, which products have, decide under `Auto`.
     Raises StartupError with a reason and a sentence for everything
     that a person must fix, ValueError for a `backend` that does not compute in `dtype`.
     """
     try:
-        return _load(path, device, dtype, context, backend, max_threads, prepared, weights)
+        return _load(path, device, dtype, context, backend, max_threads, prepared, weights, rows)
     finally:
         if prepared is not None:
             prepared.finish()
@@ -72,6 +77,7 @@ def _load(
     max_threads: int | None,
     prepared: PreparedWeights | None,
     weights: WeightsForm,
+    rows: Rows,
 ) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -81,7 +87,7 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    packer = choose_packer(parts, weights)
+    packer, choice = choose_packer(parts, weights, rows)
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
@@ -96,32 +102,33 @@ def _load(
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     _log_backend(parts.name, chosen)
-    if loader.lossless.matrices:
+    if choice.form == "lossless":
         kept = loader.lossless
+        bits = round(8 * kept.num_bytes / max(kept.weights, 1), 3)
         logger.info(
             "matrices are kept in 12 bits",
-            extra={"matrices": kept.matrices, "bits_per_weight": round(8 * kept.num_bytes / kept.weights, 3)},
+            extra={"matrices": kept.matrices, "bits_per_weight": bits, "why": choice.why},
         )
+    else:
+        logger.info("matrices are kept plain", extra={"why": choice.why})
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
 
 
-def choose_packer(backend: Backend, weights: WeightsForm) -> Packer | None:
-    """What makes a model's matrices. Raises StartupError where `Lossless` is asked for and cannot be had."""
-    if weights == "Lossless":
-        lossless = backend.lossless
-        why = (
-            "Only the CPU kernels multiply them so far, in bfloat16." if lossless is None else lossless.find_obstacle()
-        )
-        if lossless is None or why is not None:
-            raise StartupError(
-                "WeightsFormUnsupported",
-                f"Weights cannot be kept in 12 bits here, as engine.weights: Lossless asks: {why} "
-                "Choose engine.weights: Auto or Plain.",
-            )
-        return lossless.packer()
-    return None if backend.packer is None else backend.packer()
+def choose_packer(backend: Backend, weights: WeightsForm, rows: Rows = ANY_ROWS) -> tuple[Packer | None, Choice]:
+    """What makes a model's matrices for products of so many rows, and which form they get and why.
+
+    Raises StartupError where `Lossless` is asked for and cannot be had.
+    """
+    lossless = backend.lossless
+    if lossless is None:
+        choice = choose_form(weights, rows, "Only the CPU kernels multiply them so far, in bfloat16.", {})
+    else:
+        choice = choose_form(weights, rows, lossless.find_obstacle(), lossless.ratios)
+        if choice.form == "lossless":
+            return lossless.packer(), choice
+    return None if backend.packer is None else backend.packer(), choice
 
 
 def _log_backend(name: BackendName, dtype: torch.dtype) -> None:
@@ -172,8 +179,16 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
             f"{config.architecture} has no output matrix, so it cannot generate text, and no {MODULES} says how it "
             "makes embeddings.",
         )
-    source = dequantize_source(SafetensorsSource(files), config.quantization)
+    source = dequantize_source(_open_safetensors(path, files), config.quantization)
     return config, BareSource(source) if _BARE_EMBEDDING in source else source
+
+
+def _open_safetensors(folder: Path, files: list[Path]) -> WeightSource:
+    if not is_packed(folder):
+        return SafetensorsSource(files)
+    from tandem_worker.model.checkpoint.lossless import LosslessSource  # brings zstd, which others do not need
+
+    return LosslessSource(folder, files)
 
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:

@@ -21,6 +21,7 @@ from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
+from tandem_worker.model.backends.form import CPU_RATIOS, rows_of
 from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals
 from tandem_worker.process.graph import Step, run_steps
@@ -205,6 +206,8 @@ class _Start:
         facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
         if self._config.weights == "Lossless":
             facts["weights"] = self._config.weights
+        elif self._config.weights == "Auto" and CPU_RATIOS:
+            facts["weights"] = str(rows_of(self._config))
         return open_prepared_weights(self._store, digest, facts)
 
     def _load_tokenizer(self, path: Path) -> Any:
@@ -223,13 +226,16 @@ class _Start:
         """This rank's share."""
         from tandem_worker.host.devices import resolve_dtype
         from tandem_worker.model.load import load_model
-        from tandem_worker.model.weighing import count_weight_bytes
+        from tandem_worker.model.weighing import count_matrices, count_weight_bytes
         from tandem_worker.parallel.context import SINGLE
 
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
-        weights = self._config.weights
-        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights)
+        weights, rows = self._config.weights, rows_of(self._config)
+        model = load_model(
+            path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights, rows=rows
+        )
         memory.by_kind["weights"] = count_weight_bytes(model)
+        memory.matrices = count_matrices(model)
         if prepared.is_whole and self._progress.origin == "files":
             self._progress.origin = "prepared"
         return model
@@ -346,6 +352,7 @@ class _Start:
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
+            matrices=memory.matrices,
             memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start=self._progress,
             refusals=self._refusals,

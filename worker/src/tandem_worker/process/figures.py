@@ -19,6 +19,7 @@ from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileExchange
+    from tandem_worker.model.weighing import Matrices
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
 
@@ -46,6 +47,7 @@ class Figures:
         draining: Callable[[], bool],
         gpu: GpuReader,
         memory_bytes: Callable[[], Mapping[str, int]],
+        matrices: Mapping[str, Matrices],
         start: StartProgress,
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
@@ -57,6 +59,7 @@ class Figures:
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self.memory_bytes = memory_bytes
         """What the process's memory, or the device's, holds now."""
+        self._matrices = matrices
         self._start, self._refusals = start, refusals
         self._grammars = grammars
         self._spans, self._files, self._others = spans, files, others
@@ -68,7 +71,9 @@ class Figures:
 
     def metrics_text(self) -> str:
         sizes, start = self.memory_bytes(), self._start.seconds()
-        return build_metrics_text(self._facts, self._sample(), self._requests, sizes, start, self.preparation)
+        return build_metrics_text(
+            self._facts, self._sample(), self._requests, sizes, self._matrices, start, self.preparation
+        )
 
     def observe_request(self, outcome: RequestOutcome) -> None:
         """An answer that is sent in one piece ends as it begins."""

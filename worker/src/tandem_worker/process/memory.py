@@ -5,6 +5,10 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem_worker.model.weighing import Matrices
 
 
 @dataclass(slots=True)
@@ -13,6 +17,8 @@ class MemoryLedger:
 
     on_gpu: bool
     by_kind: dict[str, int] = field(default_factory=dict)
+    matrices: dict[str, Matrices] = field(default_factory=dict)
+    """Of the weights, by form."""
 
     def observe_other(self) -> int:
         """What is held and no other kind's: of the process, or on a GPU the driver's and the libraries' share."""

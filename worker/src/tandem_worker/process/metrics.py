@@ -19,6 +19,7 @@ from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileSample
+    from tandem_worker.model.weighing import Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,7 @@ def build_metrics_text(
     sample: WorkerSample,
     requests: RequestMetrics,
     memory_bytes: Mapping[str, int],
+    matrices: Mapping[str, Matrices],
     start_seconds: Mapping[str, float],
     preparation: PreparationCounts,
 ) -> str:
@@ -143,6 +145,7 @@ def build_metrics_text(
         "`kv_resident` what those that were used take of it.",
         [({"kind": kind}, size) for kind, size in memory_bytes.items()],
     )
+    _add_matrices(out, matrices)
     out.gauges(
         Metric.WORKER_START_SECONDS,
         "What each step of this process's start took; `total` from exec until it was ready. Steps run at once.",
@@ -155,6 +158,19 @@ def build_metrics_text(
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
     return out.text()
+
+
+def _add_matrices(out: Families, matrices: Mapping[str, Matrices]) -> None:
+    out.gauges(
+        Metric.WORKER_WEIGHTS,
+        "Matrices of this process's share of the model, by the form that they are kept in.",
+        [({"form": form}, kept.count) for form, kept in sorted(matrices.items())],
+    )
+    out.gauges(
+        Metric.WORKER_WEIGHTS_BYTES,
+        "What they take of memory.",
+        [({"form": form}, kept.num_bytes) for form, kept in sorted(matrices.items())],
+    )
 
 
 def _refusals(sample: WorkerSample) -> dict[str, Mapping[str, int]]:

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.checkpoint.split import HEAD
+from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
 from tandem_worker.model.prepared.store import PreparedStore
 from tandem_worker.model.prepared.weights import PreparedWeights, open_prepared_weights
-from tandem_worker.model.weighing import count_weight_bytes
+from tandem_worker.model.weighing import _walk, count_matrices, count_weight_bytes
 from tandem_worker.parallel.context import ParallelContext
 
-from tests.tandem_worker.model.backends.test_backends import CASES, save_family, steps, three_sequences
+from tests.tandem_worker.model.backends.test_backends import CASES, CONFIGS, save_family, steps, three_sequences
 from tests.tandem_worker.model.layers.ranks import run_ranks
 
 if (obstacle := native.find_lossless_obstacle()) is not None:
@@ -57,7 +59,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def place(memory: torch.Tensor) -> tuple[int, bool]:
     """Address and form for a product."""
     is_split = library.is_split(memory)
-    return memory.data_ptr() + (0 if is_split else library.HEAD), is_split
+    return memory.data_ptr() + (0 if is_split else HEAD), is_split
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,13 +159,24 @@ def test_every_family_computes_the_same(
         assert prepared.save()
 
 
-def test_shares_of_tensor_ranks_compute_the_same(save_random_model: Any, paged_sequences: Any, tmp_path: Path) -> None:
-    save_family("llama", save_random_model, tmp_path)
+@pytest.mark.parametrize("vocab_size", [256, 301])
+@pytest.mark.parametrize("tied", [True, False])
+def test_shares_of_tensor_ranks_compute_the_same(
+    vocab_size: int, tied: bool, save_random_model: Any, paged_sequences: Any, tmp_path: Path
+) -> None:
+    """Their rows of the embedding table and of the output matrix are packed too, and the last rank may have fewer."""
+    config = CONFIGS["llama"]()
+    config.vocab_size, config.tie_word_embeddings = vocab_size, tied
+    save_random_model(config)
 
     def logits(weights: str) -> list[list[torch.Tensor]]:
         def work(collective: Any) -> list[torch.Tensor]:
             context = ParallelContext(tp_rank=collective.rank, tp_size=2, tp=collective)
-            return list(answers(load(tmp_path, weights, context=context), paged_sequences))
+            model = load(tmp_path, weights, context=context)
+            assert count_matrices(model).keys() == {weights.lower()}
+            packed = [thing for thing in _walk(model) if isinstance(thing, PackedWeight)]
+            assert (len(packed) == 1) == (weights == "Lossless")
+            return list(answers(model, paged_sequences))
 
         return run_ranks(2, work)
 

@@ -25,21 +25,25 @@ def vocabulary_share(vocab_size: int, context: ParallelContext) -> Slice | None:
 def load_embedding(build: Build, name: str, shape: tuple[int, int]) -> Embedding:
     """The table `shape` = `[vocab_size, hidden]`, or this rank's rows of it."""
     piece = vocabulary_share(shape[0], build.context)
-    lossless = build.backend.lossless
-    if lossless is not None and build.loader.is_lossless and piece is None:
-        weight = build.loader.matrix([Part(name=name, shape=shape)])
+    first_row, lossless = 0 if piece is None else piece.start, build.backend.lossless
+    if lossless is not None and build.loader.is_lossless:
+        weight = build.loader.matrix([Part(name=name, shape=shape, piece=piece)])
         if isinstance(weight, PackedWeight):
-            return lossless.embedding(weight)
+            return lossless.embedding(weight, first_row, build.context.tp)
         assert isinstance(weight, torch.Tensor), "this backend multiplies no other form"
-        return Embedding(weight, 0, build.context.tp)
-    return Embedding(build.loader.load(name, shape, piece), 0 if piece is None else piece.start, build.context.tp)
+        return Embedding(weight, first_row, build.context.tp)
+    return Embedding(build.loader.load(name, shape, piece), first_row, build.context.tp)
 
 
 def load_lm_head(build: Build, shape: tuple[int, int], *, tied: torch.Tensor | PackedWeight | None) -> LMHead:
     """The output projection: its own matrix, or the embedding's when tied."""
-    if isinstance(tied, PackedWeight):
-        return LMHead(build.backend.head(tied), shape[0], build.context.tp)
     rows = vocabulary_share(shape[0], build.context)
+    packed = tied
+    if tied is None and build.loader.is_lossless:
+        packed = build.loader.matrix([Part(name="lm_head.weight", shape=shape, piece=rows)])
+    if isinstance(packed, PackedWeight):
+        return LMHead(build.backend.head(packed), shape[0], build.context.tp)
+    assert tied is None or isinstance(tied, torch.Tensor)
     weight = tied if tied is not None else build.loader.load("lm_head.weight", shape, rows)
     if build.context.tp_size > 1:
         share = -(-shape[0] // build.context.tp_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +19,7 @@ from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
 from tandem_worker.model.layers.pre_norm import PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router
+from tandem_worker.parallel.collectives import Collective
 
 
 class BackendName(StrEnum):
@@ -32,9 +33,12 @@ class Lossless:
     """How a backend keeps bfloat16 weights in 12 bits, bit for bit."""
 
     packer: Callable[[], Packer]
-    embedding: Callable[[PackedWeight], Embedding]
+    embedding: Callable[[PackedWeight, int, Collective | None], Embedding]
+    """Of a rank's rows of the table, the first of them, and what adds up the ranks' results."""
     find_obstacle: Callable[[], str | None]
     """Why it cannot be done here, as a sentence; None when it can."""
+    ratios: Mapping[int, float]
+    """By rows of a product, how many times as fast as plain weights it was measured; `Auto` chooses by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,10 @@ from pathlib import Path
 
 from tandem_worker.host.errors import StartupError
 
+PACKED_LIST = "tandem_lossless.json"
+"""Beside the weights of a packed checkpoint; `packed_folder` reads it."""
+PACKED_RECORD = "tandem.lossless"
+"""Key of what the header of a packed file says of itself."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -15,6 +19,11 @@ def is_inner_path(name: str) -> bool:
     """Whether `name` is a plain path to something inside a folder."""
     parts = name.split("/")
     return all(part not in {"", ".", ".."} for part in parts) and not any(sign in name for sign in "\\\0")
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a packed checkpoint is in `folder`."""
+    return (folder / PACKED_LIST).is_file()
 
 
 def find_gguf(path: Path) -> Path | None:

@@ -11,9 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.files import PACKED_LIST, PACKED_RECORD
 from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Stored
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -28,7 +29,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_STORED = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+KINDS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+"""GGML's numbers of the types that kernels widen."""
 
 
 class SafetensorsSource:
@@ -38,6 +40,12 @@ class SafetensorsSource:
         self._handles: dict[str, Any] = {}
         for path in files:
             handle = _open(path)
+            if PACKED_RECORD in (handle.metadata() or {}):
+                raise StartupError(
+                    "WeightsCorrupt",
+                    f"{path.name} is a part of a packed checkpoint, but {PACKED_LIST} is not beside it: copy the whole "
+                    "folder.",
+                )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 self._handles[name] = handle
 
@@ -52,12 +60,12 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> torch.dtype:
         code = self._handles[name].get_slice(name).get_dtype()
-        if code not in _DTYPES:
+        if code not in DTYPES:
             raise StartupError("WeightsUnsupported", f"Tensor {name} has element type {code}, which cannot be loaded.")
-        return _DTYPES[code]
+        return DTYPES[code]
 
     def stored(self, name: str) -> Stored | None:
-        kind = _STORED.get(self.dtype(name))
+        kind = KINDS.get(self.dtype(name))
         shape = self.shape(name)
         if kind is None or len(shape) != 2:
             return None

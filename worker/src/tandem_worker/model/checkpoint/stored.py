@@ -10,9 +10,22 @@ if TYPE_CHECKING:
     import torch
 
     from tandem_worker.model.checkpoint.contract import Slice
+    from tandem_worker.model.checkpoint.split import SplitMatrix
 
 F32, F16, BF16 = 0, 1, 30
 """GGML's numbers of the plain types."""
+
+
+class PackedMatrix(Protocol):
+    """A matrix `[rows, columns]` of a packed checkpoint. Nothing is read before it is asked for."""
+
+    def split(self) -> SplitMatrix | None:
+        """Its 12 bits a weight, checked; None where it is not kept in those. Raises StartupError for a damaged one."""
+        ...
+
+    def read(self, piece: Slice | None) -> torch.Tensor:
+        """Plain rows of it, or of a piece of it. Raises StartupError for a damaged one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +43,8 @@ class Stored:
     """Rows of half a head where both halves are stored interleaved, as in Llama's query and key projections."""
     owner: object
     """What the memory lives as long as."""
+    packed: PackedMatrix | None = None
+    """What gives a matrix of a packed checkpoint, which has no address."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,16 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` to `[T, hidden]`."""
-        assert isinstance(self.table, torch.Tensor), "a backend with packed tables looks up rows itself"
         if self._reduce is None:
-            return functional.embedding(token_ids, self.table)
+            return self._rows(token_ids)
         local = token_ids - self._first_row
         elsewhere = (local < 0) | (local >= self.table.shape[0])
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.table)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return self._reduce.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.table, torch.Tensor), "a backend with packed tables looks up rows itself"
+        return functional.embedding(ids, self.table)
 
 
 class LMHead:
@@ -42,4 +45,7 @@ class LMHead:
         logits = self._linear(hidden)
         if self._gather is None:
             return logits
+        share = -(-self._vocab_size // self._gather.size)
+        if logits.shape[1] < share:  # a packed matrix of the last rank has no rows to fill up with
+            logits = functional.pad(logits, (0, share - logits.shape[1]))
         return self._gather.all_gather(logits, 1)[:, : self._vocab_size]

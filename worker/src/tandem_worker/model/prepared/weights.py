@@ -32,7 +32,7 @@ from tandem_worker.model.prepared.store import PreparedStore
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 1
+LAYOUT = 2
 """Changes with everything that changes a byte of what is handed out: the kernels' layout, how stored types are widened,
 what a key means."""
 _LENGTH = 8

@@ -11,6 +11,7 @@ Reasons of the `StartupError`s that sources raise (they become conditions of the
     HubAnswerInvalid    the hub's answer names a commit or a file that is none
     CacheInvalid        a file of the cache folder is a link that leads out of it
     DownloadCorrupt     what arrived is not what the hub announced, twice in a row
+    WeightsCorrupt      what was downloaded cannot be packed, because its files are none
     NoWeights           the repository has neither safetensors nor GGUF files
     WeightsUnreadable   a file of the model cannot be read
     UnsupportedModelURI the scheme of the URI is none of ours

@@ -1,6 +1,7 @@
 """`hf://ORG/REPO`: download from a Hugging Face hub into a cache folder that workers may share.
 
     CACHE/hub/ORG--REPO/COMMIT/      the files, their manifest once all of them are verified
+    CACHE/hub/ORG--REPO/COMMIT.FORM/ the same packed, where that is asked for
     CACHE/hub/ORG--REPO/refs/NAME    the commit that a branch or tag last named
 
 A download is complete when the manifest exists; it is renamed into place last. Files keep what was downloaded of them,
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem_api.launch import ModelSource
+from tandem_api.launch import ModelSource, PackedForm
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.files import is_inner_path
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Git's SHA-1, or the SHA-256 of newer repositories."""
 _GIT_BLOB = re.compile(r"[0-9a-f]{40}")
+ORIGINAL = ".original"
+"""Within the folder of a packed copy: the download, until the copy is complete."""
 _INTERNAL = Path(".cache", "huggingface", "download")
 """The folder where huggingface_hub keeps partial files inside a download folder."""
 _MAX_ATTEMPTS = 2
@@ -51,7 +54,7 @@ def resolve_hub(source: ModelSource, token: str | None = None, exchange: FileExc
     """The folder of the revision's commit, complete and verified; downloaded unless it is there.
 
     Raises StartupError: ModelNotFound, RevisionNotFound, AccessDenied, NoWeights, HubUnreachable, HubAnswerInvalid,
-    DownloadCorrupt, DiskFull, CacheNotWritable, CacheInvalid.
+    DownloadCorrupt, WeightsCorrupt, DiskFull, CacheNotWritable, CacheInvalid.
     """
     from huggingface_hub import HfApi
 
@@ -59,11 +62,13 @@ def resolve_hub(source: ModelSource, token: str | None = None, exchange: FileExc
     home = Path(source.cache_dir, "hub", repository.replace("/", "--"))
     api = HfApi(endpoint=source.hub_endpoint, token=token or False)
     with _explaining(repository, source.revision, token, api.endpoint):
-        commit = _resolve_commit(api, repository, source.revision, home)
-        folder = home / commit
+        commit = _resolve_commit(api, repository, source.revision, home, source.pack)
+        folder = _folder(home, commit, source.pack)
         if not _is_complete(folder):
-            _download_once(api, repository, commit, folder, exchange)
-        if exchange is not None:
+            _download_once(api, repository, commit, folder, exchange, source.pack)
+        if source.pack is not None:
+            _forget_original(folder)
+        elif exchange is not None:
             from tandem_worker.model.sources.swarm import shared
 
             shared.offer_folder(exchange, folder, repository, commit)
@@ -71,19 +76,28 @@ def resolve_hub(source: ModelSource, token: str | None = None, exchange: FileExc
     return folder
 
 
+def _folder(home: Path, commit: str, pack: PackedForm | None) -> Path:
+    return home / (commit if pack is None else f"{commit}.{pack.lower()}")
+
+
+def _forget_original(folder: Path) -> None:
+    """Remove the download of which `folder` is the packed copy, complete."""
+    shutil.rmtree(folder / ORIGINAL, ignore_errors=True)  # a read-only cache serves as well
+
+
 def _is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _resolve_commit(api: HfApi, repository: str, revision: str, home: Path) -> str:
+def _resolve_commit(api: HfApi, repository: str, revision: str, home: Path, pack: PackedForm | None) -> str:
     """The commit of `revision`. Where the hub is away, what it last was, if that has been downloaded."""
-    if _COMMIT.fullmatch(revision) and _is_complete(home / revision):
+    if _COMMIT.fullmatch(revision) and _is_complete(_folder(home, revision, pack)):
         return revision
     try:
         commit: object = api.model_info(repository, revision=revision, timeout=30).sha
     except Exception as error:
         known = _read_ref(home, revision)
-        if known is None or not _is_complete(home / known) or not _is_outage(error):
+        if known is None or not _is_complete(_folder(home, known, pack)) or not _is_outage(error):
             raise
         logger.warning("the hub cannot be reached, using the downloaded %s of %s", known[:12], repository)
         return known
@@ -118,8 +132,10 @@ def _remember(home: Path, revision: str, commit: str) -> None:
             _write_atomically(path, commit)
 
 
-def _download_once(api: HfApi, repository: str, commit: str, folder: Path, exchange: FileExchange | None) -> None:
-    """Download, or wait until another worker has."""
+def _download_once(
+    api: HfApi, repository: str, commit: str, folder: Path, exchange: FileExchange | None, pack: PackedForm | None
+) -> None:
+    """Download, and pack where that is asked for, or wait until another worker has."""
     folder.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}/{os.getpid()}"
     held = lease.acquire(folder, owner, is_complete=lambda: _is_complete(folder), on_wait=_WaitLog(repository))
@@ -127,11 +143,34 @@ def _download_once(api: HfApi, repository: str, commit: str, folder: Path, excha
         return
     try:
         started = time.monotonic()
-        total = _download(api, repository, commit, folder, held, exchange)
+        if pack is None:
+            total = _download(api, repository, commit, folder, held, exchange)
+        else:
+            total = _download_packed(api, repository, commit, folder, held, pack)
         seconds = max(time.monotonic() - started, 1e-3)
         logger.info("downloaded %s: %.1f MB in %.1f s", repository, total / 1e6, seconds)
     finally:
         held.release()
+
+
+def _download_packed(
+    api: HfApi, repository: str, commit: str, folder: Path, held: lease.Lease, pack: PackedForm
+) -> int:
+    """The bytes that were downloaded. A plain copy that others may use is packed too, and stays."""
+    from tandem_worker.model.sources import packed
+
+    plain, total = folder.with_name(commit), 0
+    if not _is_complete(plain):
+        plain = folder / ORIGINAL
+        if not _is_complete(plain):
+            plain.mkdir(exist_ok=True)
+            total = _download(api, repository, commit, plain, held, None)
+    manifest = json.loads((plain / MANIFEST).read_text())
+    packed.pack_download(plain, folder, pack, manifest["files"], repository)
+    if held.lost.is_set():
+        raise StartupError("HubUnreachable", f"Another worker took over the packing of {repository}.")
+    _write_atomically(folder / MANIFEST, json.dumps({**manifest, "packed": pack}))
+    return total
 
 
 def _download(

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem_worker.host.errors import StartupError
+from tandem_worker.model.checkpoint.files import PACKED_LIST
 
 _SIDE_FILES = frozenset(
     {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tiktoken.model",
-        "chat_template.json", "chat_template.jinja", "model.safetensors.index.json", "modules.json",
+        "chat_template.json", "chat_template.jinja", "model.safetensors.index.json", "modules.json", PACKED_LIST,
     }
 )  # fmt: skip
 _POOLING = re.compile(r"\d+_Pooling/config\.json")

@@ -11,10 +11,12 @@ import torch
 
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName, Lossless
+from tandem_worker.model.backends.form import CPU_RATIOS
 from tandem_worker.model.backends.native import library
 from tandem_worker.model.backends.native.attention import NativeAttention
 from tandem_worker.model.backends.native.packing import LosslessPacker, NativePacker, lay_out
 from tandem_worker.model.backends.torch.layers import TORCH
+from tandem_worker.model.checkpoint.split import HEAD
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.embedding import Embedding
@@ -24,6 +26,7 @@ from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import RMSNorm
 from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
+from tandem_worker.parallel.collectives import Collective
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight  # its package brings Triton, a fifth of a second
@@ -55,7 +58,7 @@ class NativeLinear(Linear):
             self.address = weight.memory.data_ptr()
             if weight.memory.dtype == torch.uint8:
                 self.is_split = library.is_split(weight.memory)
-                self.address += 0 if self.is_split else library.HEAD
+                self.address += 0 if self.is_split else HEAD
             return weight.memory
         assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         own = lay_out(weight) if _PACKS else None
@@ -100,12 +103,12 @@ class NativeHead(HeadLinear):
 class NativeEmbedding(Embedding):
     """Rows of a matrix in 12 bits a weight, which the head may multiply too."""
 
-    def __init__(self, weight: PackedWeight) -> None:
-        super().__init__(weight, 0, None)
+    def __init__(self, weight: PackedWeight, first_row: int, reduce: Collective | None) -> None:
+        super().__init__(weight, first_row, reduce)
         self._weight = weight
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return library.split_rows(self._weight.memory, *self._weight.shape, token_ids)
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return library.split_rows(self._weight.memory, *self._weight.shape, ids)
 
 
 class NativeRMSNorm(RMSNorm):
@@ -178,5 +181,10 @@ NATIVE = replace(
     experts=NativeExperts,
     route=build_route,
     packer=NativePacker if _PACKS else None,
-    lossless=Lossless(packer=LosslessPacker, embedding=NativeEmbedding, find_obstacle=native.find_lossless_obstacle),
+    lossless=Lossless(
+        packer=LosslessPacker,
+        embedding=NativeEmbedding,
+        find_obstacle=native.find_lossless_obstacle,
+        ratios=CPU_RATIOS,
+    ),
 )

@@ -7,9 +7,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem_worker.host.environment import wants_native_kernels
+from tandem_worker.model.checkpoint.split import (
+    HEAD,
+    NUM_CODES,
+    NUM_HIGHS,
+    SplitPlaces,
+    is_worth,
+    make_head,
+)
 
 LIBRARY = Path(__file__).with_name("libtandem_cpu.so")
 COLUMNS = 64
@@ -25,8 +35,9 @@ _SIGNATURES: dict[str, list[type]] = {
     "tandem_split_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
     "tandem_split_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_split_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
-    "tandem_split_size": [_Address, _Index, _Index, _Address],
-    "tandem_split_pack": [_Address, _Index, _Index, _Address, _Address],
+    "tandem_split_count": [_Address, _Index, _Index, _Address],
+    "tandem_split_choose": [_Address, _Address],
+    "tandem_split_pack": [_Address, _Index, _Index, _Address, _Index, _Address],
     "tandem_split_unpack": [_Address, _Index, _Index, _Address],
     "tandem_split_rows": [_Address, _Index, _Index, _Address, _Index, _Address],
     "tandem_rms_norm": [_Address, _Index, _Index, _Index, _Address, _Float, _Address],
@@ -91,7 +102,7 @@ def load_library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.tandem_format.restype = library.tandem_split_size.restype = _Index
+    library.tandem_format.restype = library.tandem_split_choose.restype = _Index
     library.tandem_use_threads(torch.get_num_threads())
     return library
 
@@ -265,40 +276,48 @@ class AttentionStep:
         return out
 
 
-class _SplitHead(ctypes.Structure):
-    """`SplitHead` of split.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("magic", "is_split", "size", "num_beside")),
-        ("unused", ctypes.c_uint8 * 32),
-        ("values", ctypes.c_uint8 * 64),
-    )
-
-
-HEAD = ctypes.sizeof(_SplitHead)
-
-
 def split(packed: torch.Tensor, rows: int, columns: int, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """The packed matrix of `rows` x `columns` in 12 bits a weight, bit for bit, as uint8 that `memory` gives.
 
     Behind its head it stays bfloat16 where it would not get smaller by a fifth.
     """
-    head, kernels = _SplitHead(), load_library()
-    size = kernels.tandem_split_size(packed.data_ptr(), rows, columns, ctypes.addressof(head))
-    if size:
+    values, num_beside = choose_split_values(count_highs(packed, rows, columns))
+    places = SplitPlaces(rows, columns)
+    size = places.size(num_beside)
+    if is_worth(size, packed.nbytes):
         made = memory(size)
-        kernels.tandem_split_pack(packed.data_ptr(), rows, columns, ctypes.addressof(head), made.data_ptr())
+        split_pack(packed, rows, columns, values, num_beside, made.data_ptr())
         return made
-    head.is_split, head.size = 0, HEAD + packed.nbytes
-    made = memory(head.size)
-    made[:HEAD] = torch.frombuffer(head, dtype=torch.uint8)
+    made = memory(HEAD + packed.nbytes)
+    made[:HEAD] = torch.from_numpy(make_head(made.nbytes, 0, is_split=False))
     made[HEAD:] = packed.view(torch.uint8)
     return made
 
 
+def count_highs(packed: torch.Tensor, rows: int, columns: int) -> npt.NDArray[np.int64]:
+    """How many weights of the packed matrix, with its padding, have each value of the high byte without its sign."""
+    counts = np.zeros(NUM_HIGHS, np.int64)
+    load_library().tandem_split_count(packed.data_ptr(), rows, columns, counts.ctypes.data)
+    return counts
+
+
+def choose_split_values(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], int]:
+    """The eight values that take a code, and the number of weights that have none of them."""
+    values = np.empty(NUM_CODES, np.uint8)
+    num_beside = load_library().tandem_split_choose(counts.ctypes.data, values.ctypes.data)
+    return values, num_beside
+
+
+def split_pack(
+    packed: torch.Tensor, rows: int, columns: int, values: npt.NDArray[np.uint8], num_beside: int, address: int
+) -> None:
+    """The packed matrix in 12 bits a weight to `address`, with `num_beside` weights that have none of `values`."""
+    load_library().tandem_split_pack(packed.data_ptr(), rows, columns, values.ctypes.data, num_beside, address)
+
+
 def is_split(memory: torch.Tensor) -> bool:
     """Whether memory that `split` made has 12 bits a weight; else the packed matrix begins `HEAD` bytes on."""
-    return bool(_SplitHead.from_address(memory.data_ptr()).is_split)
+    return bool(memory[8])
 
 
 def unsplit(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -307,8 +326,13 @@ def unsplit(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if not is_split(memory):
         return memory[HEAD:].view(torch.bfloat16)
     packed = torch.empty(blocks * COLUMNS * columns, dtype=torch.bfloat16)
-    load_library().tandem_split_unpack(memory.data_ptr(), rows, columns, packed.data_ptr())
+    unsplit_to(memory.numpy(), rows, columns, packed)
     return packed
+
+
+def unsplit_to(memory: npt.NDArray[np.uint8], rows: int, columns: int, packed: torch.Tensor) -> None:
+    """A matrix of `rows` x `columns` in 12 bits a weight, in the layout of products to `packed`."""
+    load_library().tandem_split_unpack(memory.ctypes.data, rows, columns, packed.data_ptr())
 
 
 def split_rows(memory: torch.Tensor, rows: int, columns: int, ids: torch.Tensor) -> torch.Tensor:

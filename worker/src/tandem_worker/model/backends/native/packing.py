@@ -6,9 +6,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 from tandem_worker.model.backends.native import library
+from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.split import SplitMatrix, join
 from tandem_worker.model.checkpoint.stored import BF16, Stored, StoredPart
 from tandem_worker.model.prepared.memory import Arena
 
@@ -40,6 +43,13 @@ class NativePacker:
 
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
         """Parts below each other, packed, flat; None for odd widths and for types that are not widened here."""
+        kept = _kept_split(parts)
+        if kept is not None and library.find_lossless_obstacle() is None:
+            split = np.empty(kept.nbytes, np.uint8)
+            kept.write(split)
+            memory = self._memory((kept.rows + -kept.rows % library.COLUMNS) * kept.columns)
+            library.unsplit_to(split, kept.rows, kept.columns, memory)
+            return memory
         described = _describe(parts)
         elements = None if described is None else packed_elements(described.rows, described.columns)
         if described is None or elements is None:
@@ -76,6 +86,11 @@ class LosslessPacker(NativePacker):
     lossless = True
 
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
+        kept = _kept_split(parts)
+        if kept is not None:
+            memory = self._bytes(kept.nbytes)
+            kept.write(memory.numpy())
+            return memory
         described = _describe(parts)
         elements = None if described is None else packed_elements(described.rows, described.columns)
         if described is None or elements is None:
@@ -89,11 +104,44 @@ class LosslessPacker(NativePacker):
         return None if packed is None else self._split(packed, *weight.shape)
 
     def _split(self, packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        def memory(size: int) -> torch.Tensor:
-            whole, start = self._arena.take(size)
-            return torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
+        return library.split(packed, rows, columns, self._bytes)
 
-        return library.split(packed, rows, columns, memory)
+    def _bytes(self, size: int) -> torch.Tensor:
+        whole, start = self._arena.take(size)
+        return torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
+
+
+def _kept_split(parts: Sequence[StoredPart]) -> SplitMatrix | None:
+    """Parts below each other, where all of them are kept in 12 bits a weight and their blocks need not be cut."""
+    cut = []
+    for part in parts:
+        whole = None if part.matrix.packed is None else part.matrix.packed.split()
+        taken = None if whole is None else _cut(whole, part.piece)
+        if taken is None:
+            return None
+        cut.append(taken)
+    return join(cut)
+
+
+def _cut(matrix: SplitMatrix, piece: Slice | None) -> SplitMatrix | None:
+    if piece is None:
+        return matrix
+    take = matrix.take_rows if piece.dim == 0 else matrix.take_columns
+    return take(piece.start, piece.stop)
+
+
+def _read(part: StoredPart) -> StoredPart:
+    """A part of a packed checkpoint as plain rows in memory; any other as it is."""
+    packed = part.matrix.packed
+    if packed is None:
+        return part
+    values = packed.read(part.piece).contiguous()
+    rows, columns = values.shape
+    plain = Stored(
+        address=values.data_ptr(), kind=part.matrix.kind, rows=rows, columns=columns, num_bytes=values.nbytes,
+        owner=values,
+    )  # fmt: skip
+    return StoredPart(plain)
 
 
 def packed_elements(rows: int, columns: int) -> int | None:
@@ -136,6 +184,7 @@ class _Described:
 
 def _describe(parts: Sequence[StoredPart]) -> _Described | None:
     structures, rows, widths = [], 0, set()
+    parts = [_read(part) for part in parts]
     for part in parts:
         matrix, piece = part.matrix, part.piece
         block = block_of(matrix.kind)

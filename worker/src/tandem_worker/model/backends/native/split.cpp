@@ -13,7 +13,6 @@ namespace tandem {
 namespace {
 
 constexpr Index kAhead = 4096;  // bytes, as of plain weights
-constexpr int kCodes = 8;
 constexpr int kHighs = 128;      // values of seven bits of exponent
 constexpr std::uint8_t kNoCode = 0xff;
 
@@ -55,10 +54,18 @@ struct Split {
 
     Split(const Byte* memory, Index columns, Index inner) : memory(memory), places(columns, inner) {}
 
+    // High bytes of a block's sixteen codes, sign and value, four times over.
+    __m512i values_of(Index block) const {
+        std::uint64_t plain;
+        std::memcpy(&plain, memory + places.values + block * kCodes, sizeof plain);
+        constexpr std::uint64_t kSigns = 0x80'80'80'80'80'80'80'80;
+        return _mm512_broadcast_i32x4(_mm_set_epi64x((long long)(plain | kSigns), (long long)plain));
+    }
+
     // `take(pair, columns)` for each pair of a block, in order.
     template <bool cold, class Take>
     [[gnu::always_inline]] inline void for_each_pair(Index block, Take take) const {
-        const __m512i values = bytes(reinterpret_cast<const SplitHead*>(memory)->values);
+        const __m512i values = values_of(block);
         const Byte* group = memory + places.groups + block * places.pairs * kGroup;
         const auto* flags = reinterpret_cast<const std::uint64_t*>(memory + places.flags) + block * places.words;
         const auto* beside = reinterpret_cast<const std::uint32_t*>(memory + places.beside) +
@@ -181,14 +188,18 @@ struct Codes {
     __m512i of(__m512i high) const { return _mm512_permutex2var_epi8(lower, high, upper); }
 };
 
-std::array<Byte, kHighs> choose_codes(const std::array<Index, kHighs>& counts, Byte (&values)[64]) {
+// The most frequent values; of equally many the lowest.
+void choose_values(const Index* counts, Byte* values) {
     std::array<int, kHighs> order;
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return counts[a] > counts[b]; });
+    std::copy_n(order.begin(), kCodes, values);
+}
+
+std::array<Byte, kHighs> codes_of(const Byte* values) {
     std::array<Byte, kHighs> codes;
     codes.fill(kNoCode);
-    for (int code = 0; code < kCodes; ++code) codes[order[code]] = Byte(code);
-    for (int at = 0; at < 64; ++at) values[at] = Byte((at & 8) << 4 | order[at % kCodes]);
+    for (int code = 0; code < kCodes; ++code) codes[values[code]] = Byte(code);
     return codes;
 }
 
@@ -241,28 +252,33 @@ void encode_block(const bf16* from, const SplitPlaces& places, const Codes& code
 
 using namespace tandem;
 
-// Bytes of the matrix `packed`, in the layout of linear.cpp, as 12 bits a weight; its head to `head`. 0 where it would not
-// be smaller by a fifth.
-TANDEM_EXPORT Index tandem_split_size(const bf16* packed, Index columns, Index inner, SplitHead* head) {
-    const SplitPlaces places(columns, inner);
-    const auto counts = count_highs(packed, places);
-    *head = SplitHead{kSplitMagic, 1, 0, 0, {}, {}};
-    const auto codes = choose_codes(counts, head->values);
-    for (int high = 0; high < kHighs; ++high)
-        if (codes[high] == kNoCode) head->num_beside += counts[high];
-    head->size = places.beside + 4 * head->num_beside;
-    const bool worth = head->num_beside < (std::uint64_t(1) << 31) &&
-                       head->size * 5 <= std::uint64_t(places.blocks * places.pairs) * 2 * kColumns * sizeof(bf16) * 4;
-    return worth ? Index(head->size) : 0;
+// Values of the high byte without its sign in the matrix `packed`, in the layout of linear.cpp: how many there are of each,
+// added to `counts` [128].
+TANDEM_EXPORT void tandem_split_count(const bf16* packed, Index columns, Index inner, Index* counts) {
+    const auto found = count_highs(packed, SplitPlaces(columns, inner));
+    for (int high = 0; high < kHighs; ++high) counts[high] += found[high];
 }
 
-// The matrix in that form to `memory`, as long as `head` says.
-TANDEM_EXPORT void tandem_split_pack(const bf16* packed, Index columns, Index inner, const SplitHead* head, Byte* memory) {
+// The eight that take a code to `values`, and how many weights have none of them.
+TANDEM_EXPORT Index tandem_split_choose(const Index* counts, Byte* values) {
+    choose_values(counts, values);
+    const auto codes = codes_of(values);
+    Index beside = 0;
+    for (int high = 0; high < kHighs; ++high)
+        if (codes[high] == kNoCode) beside += counts[high];
+    return beside;
+}
+
+// The matrix `packed` as 12 bits a weight to `memory`, which has room for it with its `num_beside` weights that have none
+// of `values`.
+TANDEM_EXPORT void tandem_split_pack(const bf16* packed, Index columns, Index inner, const Byte* values, Index num_beside,
+                                     Byte* memory) {
     const SplitPlaces places(columns, inner);
-    std::memcpy(memory, head, sizeof *head);
-    std::array<Byte, kHighs> table;
-    table.fill(kNoCode);
-    for (int code = 0; code < kCodes; ++code) table[head->values[code]] = Byte(code);
+    const SplitHead head{kSplitMagic, 1, std::uint64_t(places.beside + 4 * num_beside), std::uint64_t(num_beside), {}};
+    std::memcpy(memory, &head, sizeof head);
+    for (Index block = 0; block < places.blocks; ++block)
+        std::memcpy(memory + places.values + block * kCodes, values, kCodes);
+    const auto table = codes_of(values);
     const Codes codes(table);
     auto* first = reinterpret_cast<std::uint32_t*>(memory + places.first);
     const __m512i none = _mm512_set1_epi8(char(kNoCode));
@@ -295,13 +311,14 @@ TANDEM_EXPORT void tandem_split_rows(const Byte* memory, Index columns, Index in
                                      bf16* out) {
     const Split split(memory, columns, inner);
     const SplitPlaces& places = split.places;
-    const Byte* values = reinterpret_cast<const SplitHead*>(memory)->values;
     for_each_item(count, [&](Index item) {
         const Index block = ids[item] / kColumns, lane = ids[item] % kColumns;
         const int half = lane / 32, within = 2 * (lane % 32);  // of a half's 64 weights, two neighbours of K are a column's
         const int at = within < 32 ? within / 8 * 16 + within % 8 : (within - 32) / 8 * 16 + 8 + within % 8;
         const Byte* group = memory + places.groups + block * places.pairs * kGroup;
         bf16* to = out + item * inner;
+        alignas(64) Byte values[64];
+        _mm512_store_si512(values, split.values_of(block));
         for (Index pair = 0; pair < places.pairs; ++pair, group += kGroup)
             for (int i = 0; i < 2; ++i) {
                 const int code = group[128 + at + i] >> (4 * half) & 15;

@@ -6,10 +6,13 @@
 //
 // Blocks and pairs are those of linear.cpp, [N / 64][K / 2][64][2]; the 128 weights of a pair are three cache lines: low
 // bytes of the first 64, of the others, and codes, those of the first 64 in the low halves of bytes. Within 64 they lie as
-// `vpunpck` takes them apart. One piece of memory:
+// `vpunpck` takes them apart. A block has all that it takes to decode it, so blocks of several matrices of one width may
+// stand below each other. `model/lossless/split.py` is the same in numpy; packed checkpoints have these bytes too. One
+// piece of memory:
 //
-//     head      128 bytes
+//     head      64 bytes
 //     groups    [blocks][pairs][192]
+//     values    [blocks][8]: the high byte of a code, without its sign
 //     flags     [blocks][ceil(pairs / 64)] 64 bits: pairs with weights that are written beside
 //     first     [blocks] 32 bits: where a block's begin
 //     beside    32 bits each: value, place within the pair << 16, and the highest bit at a pair's last
@@ -19,8 +22,9 @@
 
 namespace tandem {
 
-constexpr std::uint64_t kSplitMagic = 0x31'32'54'49'4c'50'53'54;  // "TSPLIT21"
+constexpr std::uint64_t kSplitMagic = 0x32'32'54'49'4c'50'53'54;  // "TSPLIT22"
 constexpr Index kGroup = 192;
+constexpr int kCodes = 8;
 
 struct SplitHead {
     std::uint64_t magic;
@@ -28,20 +32,20 @@ struct SplitHead {
     std::uint64_t size;
     std::uint64_t num_beside;
     std::uint8_t unused[32];
-    std::uint8_t values[64];  // [0, 8) and again with the sign: the high byte of a code, the four times over
 };
-static_assert(sizeof(SplitHead) == 128);
+static_assert(sizeof(SplitHead) == 64);
 
 // Where the parts of a matrix lie.
 struct SplitPlaces {
-    Index blocks, pairs, words, groups, flags, first, beside;
+    Index blocks, pairs, words, groups, values, flags, first, beside;
 
     SplitPlaces(Index columns, Index inner)
         : blocks((columns + kColumns - 1) / kColumns),
           pairs(inner / 2),
           words((pairs + 63) / 64),
           groups(sizeof(SplitHead)),
-          flags(groups + blocks * pairs * kGroup),
+          values(groups + blocks * pairs * kGroup),
+          flags(values + blocks * kCodes),
           first(flags + blocks * words * 8),
           beside(first + blocks * 4) {}
 };

@@ -1,0 +1,84 @@
+"""In which form a worker keeps its matrices: plain, or 12 bits a weight, and why. Pure; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem_api.launch import WeightsForm, WorkerConfig
+from tandem_api.names import Role
+
+from tandem_worker.host.errors import StartupError
+
+CPU_RATIOS: Mapping[int, float] = {}
+"""By rows of a product, how many times as fast 12 bits are as plain weights on a CPU: the least over SmolLM2's matrices
+and an 8B layer's that `make bench-lossless` prints on idle cores. `docs/kernels.md` has the figures. Empty: nobody has
+measured, and `Auto` is `Plain`."""
+_NOT_SLOWER = 1.0
+_PROMPT = 32
+"""Tokens of a prompt from which on a worker that only prefills is to be fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a worker's products have, the fewest and the most."""
+
+    fewest: int = 1
+    most: int = 1
+
+
+def rows_of(config: WorkerConfig) -> Rows:
+    """Those of a worker's role: its running requests where it decodes, a step's tokens where it prefills."""
+    limits = config.scheduler
+    match config.role:
+        case Role.PREFILL:
+            return Rows(_PROMPT, max(_PROMPT, limits.max_batch_tokens))
+        case Role.DECODE:
+            return Rows(1, max(limits.max_running_requests, limits.local_prefill_max_tokens))
+        case _:
+            return Rows(1, max(limits.max_running_requests, limits.max_batch_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    form: Literal["plain", "lossless"]
+    why: str
+    """As a part of a sentence."""
+
+
+def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Mapping[int, float]) -> Choice:
+    """The form that `asked` means for products of so many `rows`, where `obstacle` says why 12 bits cannot be had.
+
+    `ratios` are those of the backend. Raises StartupError WeightsFormUnsupported where `Lossless` cannot be had.
+    """
+    if asked == "Lossless":
+        if obstacle is not None:
+            raise StartupError(
+                "WeightsFormUnsupported",
+                f"Weights cannot be kept in 12 bits here, as engine.weights: Lossless asks: {obstacle} "
+                "Choose engine.weights: Auto or Plain.",
+            )
+        return Choice("lossless", "as engine.weights says")
+    if asked == "Plain":
+        return Choice("plain", "as engine.weights says")
+    if obstacle is not None:
+        return Choice("plain", obstacle.removesuffix("."))
+    measured = _around(rows, ratios)
+    if not measured:
+        return Choice("plain", "12 bits have not been measured at its batch sizes")
+    slowest = min(measured, key=lambda size: measured[size])
+    told = f"at {rows.fewest} to {rows.most} rows 12 bits were measured at least {measured[slowest]:.2f} times as fast"
+    if measured[slowest] < _NOT_SLOWER:
+        return Choice("plain", f"{told}, at {slowest} rows")
+    return Choice("lossless", told)
+
+
+def _around(rows: Rows, ratios: Mapping[int, float]) -> dict[int, float]:
+    """Measured sizes within `rows`, and the next around those; none where some are beyond all that was measured."""
+    sizes = sorted(ratios)
+    if not sizes or rows.fewest < sizes[0] or rows.most > sizes[-1]:
+        return {}
+    low = max(size for size in sizes if size <= rows.fewest)
+    high = min(size for size in sizes if size >= rows.most)
+    return {size: ratios[size] for size in sizes if low <= size <= high}
