@@ -21,7 +21,7 @@ def reconsider(
     queued = prefill.backlog(now)
     rate = prefill.speed.value
     limit = None if terms.ttft is None else terms.ttft.limit(demand.prompt_tokens)
-    candidates = next((offer[5] for offer in choice.offers if offer[2] is choice.decode), {})
+    candidates = next(list(offer[5]) for offer in choice.offers if offer[2] is choice.decode)
     able = {
         endpoint.worker.name: endpoint
         for endpoint in candidates
