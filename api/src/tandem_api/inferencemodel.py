@@ -1134,8 +1134,8 @@ class RoleRatio(Authored):
 
 class ScalingBehavior(Authored):
     scale_down_stabilization: Duration = "10m"
-    """A role loses replicas only once nothing has asked for them for so long; where demand surely falls, for a minute
-    at most."""
+    """A role loses replicas only once nothing has asked for them for so long; where demand surely falls, for as
+    long as another replica would take to come, a minute at least."""
 
 
 class Standby(Authored):
