@@ -86,18 +86,19 @@ class Reservation:
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
         if self._prefilling:
-            self._learn(now - self.since, self.work, now)
+            if self._converted:
+                self._learn_own(now)
+            else:
+                self._prefill.speed.observe(self.work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
         if self._owing:
             self._end_owing(now)
 
-    def _learn(self, seconds: float, tokens: float, now: float) -> None:
-        """The prompt, with all before it, took so long."""
-        if not self._converted:
-            self._prefill.speed.observe(tokens, seconds)
-        elif self.expected is not None and self._prefill_tokens >= SHORT_TOKENS:
-            self._decode.own.learn(self.expected, seconds, now)
+    def _learn_own(self, now: float) -> None:
+        """A prompt that was converted is computed."""
+        if self.expected is not None and self._prefill_tokens >= SHORT_TOKENS:
+            self._decode.own.learn(self.expected, now - self.since, now)
 
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
