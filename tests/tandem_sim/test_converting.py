@@ -38,16 +38,16 @@ def measure(rate: float, *, prefills: int, decodes: int, step: float | None = No
     firsts: list[float] = []
     tokens: list[float] = []
     fleet = {Role.PREFILL: prefills, Role.DECODE: decodes} if prefills else {Role.DECODE: decodes}
-    for seed in range(3):
-        setting = Setting(
-            prefill=SMALL if prefills else None, decode=replace(SMALL, chunk_tokens=CHUNK if step else 512),
-            replicas=fleet, ttft=LOOSE, tpot=LOOSE, deadlines=False, hold_seconds=None, convert_step_seconds=step,
-        )  # fmt: skip
-        simulation = Simulation(make_load(rate, seed), setting)
+    setting = Setting(
+        prefill=SMALL if prefills else None, decode=replace(SMALL, chunk_tokens=CHUNK if step else 512),
+        replicas=fleet, ttft=LOOSE, tpot=LOOSE, deadlines=False, hold_seconds=None, convert_step_seconds=step,
+    )  # fmt: skip
+    simulations = [Simulation(make_load(rate, seed), setting) for seed in range(3)]
+    for simulation in simulations:
         seen = simulation.run()
         firsts += [float(one) for one in seen.ttft]
         tokens += [float(one) for one in seen.token_seconds]
-    return quantiles(firsts, n=10)[-1], quantiles(tokens, n=100)[-1], simulation
+    return quantiles(firsts, n=10)[-1], quantiles(tokens, n=100)[-1], simulations[-1]
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.9])

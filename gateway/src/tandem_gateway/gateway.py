@@ -637,7 +637,7 @@ class Gateway:
                 by_label(
                     Metric.GATEWAY_CONVERSIONS_TOTAL,
                     "Requests for which a decode worker might have computed the prompt, by what was decided.",
-                    self.scheduler.conversions,
+                    {verdict.value: count for verdict, count in self.scheduler.conversions.items()},
                     label="verdict",
                 ),
                 *(() if self.certificate is None else self.certificate.families()),
