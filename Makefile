@@ -224,6 +224,10 @@ bench-autoscaling: setup ## The scaling planner against other policies, on repla
 bench-calibration: setup ## The simulator against real workers of SmolLM2 (three minutes, two idle cores; BENCH="--json FILE")
 	@$(RUN) python -m bench.autoscaling.calibrate $(BENCH)
 
+.PHONY: bench-pd
+bench-pd: setup ## Prefill and decode apart, decode workers that convert, and workers that do both, of SmolLM2 (five minutes, two idle cores; BENCH="--rounds 1")
+	@$(RUN) python -m bench.pd $(BENCH)
+
 .PHONY: bench-guidellm
 bench-guidellm: setup .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (BENCH="--sweep 5"; installs 6 GB; docs/clients/guidellm.md)
 	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients $(BENCH)

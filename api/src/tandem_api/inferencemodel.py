@@ -876,6 +876,10 @@ class Gateway(Workload):
     explain_routes: bool = False
     """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
     which tells who asks what others have asked. Changing it restarts nothing."""
+    convert_decode_workers: bool = True
+    """Where prefill and decode workers are apart and there is `slo`: let a decode worker compute a prompt itself while
+    prefill workers are behind, in steps that take at most `slo.tpot.seconds` with a part of it. Changing it restarts
+    nothing."""
 
     @model_validator(mode="after")
     def _has_room_for_responses(self) -> Gateway:
@@ -1147,8 +1151,8 @@ class RoleRatio(Authored):
 
 class ScalingBehavior(Authored):
     scale_down_stabilization: Duration = "10m"
-    """A role loses replicas only once nothing has asked for them for so long; where demand surely falls, for a minute
-    at most."""
+    """A role loses replicas only once nothing has asked for them for so long; where demand surely falls, for as
+    long as another replica would take to come, a minute at least."""
 
 
 class Standby(Authored):

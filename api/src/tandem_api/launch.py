@@ -312,12 +312,15 @@ class GatewayConfig(Wire):
     """The lowest `priority` that a request may have: lower ones run first."""
     explain: bool = False
     """Clients that ask are told where their request went, and what was expected to be cached there."""
+    convert_step_seconds: float | None = None
+    """Decode workers compute prompts themselves while prefill workers are behind, in steps that take at most so long
+    with a part of such a prompt; None: only where no prefill worker serves."""
 
 
 GATEWAY_FOLLOWS = frozenset(
     {
         "cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing",
-        "response_store", "min_priority", "explain",
+        "response_store", "min_priority", "explain", "convert_step_seconds",
     }
 )  # fmt: skip
 """Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
@@ -351,3 +354,4 @@ class GatewayRouting(Wire):
     response_store: StoreLimits | None = None
     min_priority: int = 0
     explain: bool = False
+    convert_step_seconds: float | None = None

@@ -49,6 +49,9 @@ that rank's pod says something of its own, that is the cause."""
 
 HEADER_PREFILL = "x-tandem-prefill"
 """Gateway to decode worker: `host:port` of the KV port of the prefill worker to use, best first, comma-separated."""
+HEADER_STEP_SECONDS = "x-tandem-step-seconds"
+"""Gateway to decode worker: it is to compute the prompt itself although prefill workers are there, and a step of its
+engine with a part of that prompt takes at most so many seconds, so that streams beside it keep their pace."""
 HEADER_REQUEST_ID = "x-request-id"
 """Accepted from the client or made by the gateway; echoed on every response and written to every log line."""
 HEADER_DECODE_WORKER = "x-tandem-decode-worker"

@@ -83,6 +83,9 @@ class WorkerTelemetry(Wire):
     mixed_step_seconds: Amount | None = None
     """Mean of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the
     first one, and while no request runs."""
+    keeps_step_seconds: bool | None = None
+    """It computes a prompt in steps of at most so many seconds where a gateway asks for that. Absent: it is of an
+    earlier release."""
     start_seconds: Amount | None = None
     """What its start took: from exec until it was ready, and of one that was on standby from the order to wake up."""
     start_from: Annotated[str, Field(max_length=64)] | None = None
@@ -174,6 +177,8 @@ class Metric:
     GATEWAY_WORKER_FAILURES_TOTAL = "tandem_gateway_worker_failures_total"
     GATEWAY_EJECTIONS_TOTAL = "tandem_gateway_worker_ejections_total"
     """Label `reason`, both: `refused`, `reset`, `busy`, `error`, `timeout`, `silent`, `slow`, ..."""
+    GATEWAY_CONVERSIONS_TOTAL = "tandem_gateway_conversions_total"
+    """Label `verdict`: `converted`, `on_time`, `slower`, `no_room`, `unknown`."""
     GATEWAY_CANARY_REQUESTS_TOTAL = "tandem_gateway_canary_requests_total"
     """Labels `side` (`canary`, `others`) and `moved` (`true`: the other side was meant, and could not serve)."""
     GATEWAY_QUEUE_REQUESTS = "tandem_gateway_queue_requests"

@@ -69,6 +69,7 @@ def build_record(exchange: Exchange, now: float) -> bytes:
         _quote(exchange.error),
         _quote(decode),
         _quote(prefill),
+        b"true" if exchange.converted else b"false",
         exchange.attempts,
         exchange.resumes,
         b"%.2f" % (exchange.queue_seconds * 1000) if exchange.queue_seconds else b"null",
@@ -85,7 +86,7 @@ def build_record(exchange: Exchange, now: float) -> bytes:
 
 _BEGIN = b'{"time":"%b","level":"info","logger":"access","message":"request","request_id":"%b",'
 _LINE = _BEGIN + (
-    b'"trace_id":%b,"path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,"attempts":%d,"resumes":%d,"queue_ms":%b,"stream":%b,"ttft_ms":%b,'
+    b'"trace_id":%b,"path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,"converted":%b,"attempts":%d,"resumes":%d,"queue_ms":%b,"stream":%b,"ttft_ms":%b,'
     b'"duration_ms":%.2f,"prompt_tokens":%b,"cached_tokens":%b,"completion_tokens":%b,"events":%d,"bytes":%d}'
 )
 _OWN_LINE = _BEGIN + b'"path":%b,"status":%d,"error":%b,"bytes":%d}'

@@ -25,6 +25,7 @@ from tandem_api.names import (
     HEADER_RESUME,
     HEADER_RETRY,
     HEADER_ROUTE,
+    HEADER_STEP_SECONDS,
     RETRY_FULL,
     Role,
 )
@@ -94,6 +95,7 @@ _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _RETRY_FULL = RETRY_FULL.encode()
 _ROUTE = HEADER_ROUTE.encode()
+_STEP_SECONDS = HEADER_STEP_SECONDS.encode()
 _REQUEST_HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
 """What a worker may learn of the client's header. Never other x-tandem ones, which name machines to connect to and tell
@@ -896,9 +898,12 @@ class Exchange:
         assert self._head is not None
         assert self.choice is not None
         choice, expected, canary = self.choice, self.choice.expected, self.inquiry.demand.canary
+        behind = None if choice.conversion is None else choice.conversion.prefill_seconds
         fields = {
             "decode": choice.decode.worker.name,
             "prefill": ",".join(endpoint.worker.name for endpoint in choice.prefill),
+            "converted": "true" if self.converted else "",
+            "prefill_ms": round(1000 * behind) if self.converted and behind is not None else "",
             "revision": choice.decode.worker.revision,
             "canary": "" if canary is None else str(canary).lower(),
             "attempts": self.attempts,
@@ -959,6 +964,12 @@ class Exchange:
 
     # records
 
+    @property
+    def converted(self) -> bool:
+        """Its decode worker was to compute the prompt because prefill workers were behind."""
+        choice = self.choice
+        return choice is not None and choice.conversion is not None and choice.conversion.converted
+
     def worker_names(self) -> tuple[str | None, str | None]:
         """Decode and prefill worker: as the worker told, else as chosen."""
         if self.choice is None:
@@ -997,6 +1008,8 @@ def build_request_head(
     if choice.prefill:
         addresses = b",".join([endpoint.prefill_address for endpoint in choice.prefill])
         more += _PREFILL + b": " + addresses + b"\r\n"
+    elif choice.conversion is not None:
+        more += _STEP_SECONDS + b": %.6f\r\n" % choice.conversion.step_seconds
     if journal_bytes is not None:
         more += _RESUME + b": %d\r\n" % journal_bytes
         length += journal_bytes

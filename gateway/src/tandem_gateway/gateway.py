@@ -19,7 +19,7 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
-from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.telemetry import Metric, WorkerTelemetry
 from tandem_api.tracing import Tracer, describe_pod
 
 from tandem_gateway.access_log import AccessLog
@@ -35,7 +35,7 @@ from tandem_gateway.http.response import build_empty, build_error, build_json
 from tandem_gateway.http.tls import Certificate
 from tandem_gateway.links import NativeLinks
 from tandem_gateway.links import describe as describe_link
-from tandem_gateway.metrics import Metrics
+from tandem_gateway.metrics import Metrics, by_label
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.prompt import (
     COMPUTES,
@@ -56,6 +56,7 @@ from tandem_gateway.scheduling import (
     Endpoint,
     Outcome,
     Scheduler,
+    Terms,
     Worker,
     describe_choice,
     describe_decision,
@@ -116,7 +117,7 @@ class Gateway:
         """Those that are kept; None: none are."""
         self.turns = Turns()
         """Requests that wait for one of their own."""
-        self.scheduler = Scheduler()
+        self.scheduler = Scheduler(_find_terms(config))
         self.engines = build_engines(self, worker_model=config.model_name)
         self.kinds, self.draining = Kinds(), False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
@@ -168,6 +169,7 @@ class Gateway:
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.min_priority, self.explains = routing.min_priority, routing.explain
         self.scheduler.apply_canary(routing.canary)
+        self.scheduler.terms = _find_terms(routing)
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
 
@@ -196,7 +198,13 @@ class Gateway:
             return
         if sample is None:
             self.scheduler.miss(endpoint)
+            endpoint.own.keeps_steps = False  # how full its steps are is not known
             return
+        endpoint.own.tell(
+            keeps_steps=sample.keeps_step_seconds is True,
+            decode_seconds=sample.decode_step_seconds,
+            running=sample.running_requests,
+        )
         now = asyncio.get_running_loop().time()
         evicted_until = None
         if sample.at is not None:
@@ -630,6 +638,12 @@ class Gateway:
             telemetry=self._surroundings.telemetry_reads,
             spans=self.tracer.counts,
             more=[
+                by_label(
+                    Metric.GATEWAY_CONVERSIONS_TOTAL,
+                    "Requests for which a decode worker might have computed the prompt, by what was decided.",
+                    {verdict.value: count for verdict, count in self.scheduler.conversions.items()},
+                    label="verdict",
+                ),
                 *(() if self.certificate is None else self.certificate.families()),
                 *(() if self.native is None else self.native.families(self._links.values())),
                 *(() if self.responses is None else self.responses.families()),
@@ -752,6 +766,11 @@ class _RequestIds:
 
 def _name_pod() -> str:
     return os.environ.get("POD_NAME") or socket.gethostname()
+
+
+def _find_terms(told: GatewayConfig | GatewayRouting) -> Terms | None:
+    seconds = told.convert_step_seconds
+    return None if seconds is None else Terms(step_seconds=seconds, ttft=told.queue.ttft_target)
 
 
 def _build_tracer(config: GatewayConfig, fallback: TracingConfig | None) -> Tracer:

@@ -116,6 +116,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "--response-store", type=_read_size, metavar="SIZE",
         help="keep responses in so much memory, for example 256Mi, so that clients continue them by their ids",
     )  # fmt: skip
+    local.add_argument(
+        "--convert-steps", type=_read_step, metavar="SECONDS",
+        help="let decode workers compute prompts while prefill workers are behind, in steps of at most so long",
+    )  # fmt: skip
     local.add_argument("--explain", action="store_true", help="tell clients that ask where their request went")
     local.add_argument(
         "--min-priority", type=_read_priority, default=0, metavar="NUMBER",
@@ -147,6 +151,7 @@ def _read(read: Callable[[str], float], good: Callable[[float], bool], refusal: 
 _read_period = _read(
     float, lambda seconds: not seconds or 0.1 <= seconds <= 3600, "write 0, or between 0.1 and 3600 seconds"
 )
+_read_step = _read(float, lambda seconds: 0.001 <= seconds <= 60, "write between 0.001 and 60 seconds")
 _read_priority = _read(int, lambda number: -1000 <= number <= 0, "write a whole number between -1000 and 0")
 _read_size = _read(
     lambda text: int(parse_quantity(text)),
@@ -177,6 +182,7 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         link=options.link,
         tls=options.tls and ClientTLS(path=options.tls, port=options.tls_port, plain_http=options.plain_http),
         explain=options.explain,
+        convert_step_seconds=options.convert_steps,
         min_priority=options.min_priority,
         response_store=options.response_store
         and StoreLimits(max_bytes=options.response_store, ttl_seconds=options.response_ttl),

@@ -58,6 +58,7 @@ class ExchangeTrace:
             {
                 "tandem.route.decode": choice.decode.worker.name,
                 "tandem.route.prefill": [endpoint.worker.name for endpoint in choice.prefill] or None,
+                "tandem.route.converted": exchange.converted or None,
                 "tandem.route.revision": choice.decode.worker.revision,
                 "tandem.route.candidates": sum(len(offer[4]) + len(offer[5]) for offer in choice.offers),
                 "tandem.route.cached_tokens": choice.cached_tokens,

@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from tandem_api.names import Role
+from tandem_gateway.scheduling import Terms
 from tandem_operator.autoscale.plan.contract import Snapshot, Target
 
 from tandem_sim.fleet import AnyWorker, RolePool, StartUp
@@ -68,7 +69,10 @@ class Setting:
     """A request that the gateway has kept for so long is turned away (`gateway.queue.ttl`)."""
     local_tokens: int = 0
     """Prompts of at most so many tokens are computed by their decode worker while prefill workers are behind
-    (convertible decoders)."""
+    (convertible decoders, by a rule of thumb)."""
+    convert_step_seconds: float | None = None
+    """Decode workers compute prompts where the gateway decides so, as the product's does (`hold_seconds` is None then):
+    a step with a part of such a prompt takes so long, and `decode.chunk_tokens` are what fits into it."""
     failures: Sequence[Failure] = ()
     seed: int = 1
 
@@ -92,7 +96,8 @@ class Simulation:
         self._tell = tell
         self.policy = policy
         self.now = 0.0
-        self.router = Router()
+        seconds = setting.convert_step_seconds
+        self.router = Router(None if seconds is None else Terms(step_seconds=seconds))
         self.pools: dict[Role, RolePool] = {}
         if setting.prefill is not None:
             self.pools[Role.PREFILL] = RolePool(self._build_prefill, "prefill", setting.start_up, setting.seed)
@@ -307,6 +312,10 @@ class Simulation:
         return True
 
     def _choose(self, flight: Flight, *, local: bool) -> bool:
+        if self.setting.convert_step_seconds is not None:
+            for worker in self.pools[Role.DECODE].members:
+                assert isinstance(worker, DecodeWorker)
+                self.router.tell(worker)
         return self.router.choose(flight, self.now, local=local)
 
     def _prefills_closed(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem_gateway.scheduling import Demand, Scheduler, Worker
+from tandem_gateway.scheduling import Demand, Scheduler, Terms, Worker
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES
 
 from tandem_sim.traces import BLOCK_TOKENS
@@ -29,8 +29,8 @@ def build_chain(blocks: tuple[int, ...]) -> list[int]:
 class Router:
     """One gateway."""
 
-    def __init__(self) -> None:
-        self.scheduler = Scheduler()
+    def __init__(self, terms: Terms | None = None) -> None:
+        self.scheduler = Scheduler(terms)
         self.workers: dict[str, PrefillWorker | DecodeWorker] = {}
         self.closed: set[str] = set()
         """Workers that take nothing at present: their queue or their memory is full."""
@@ -48,6 +48,13 @@ class Router:
             )
             for worker in self.workers.values()
         )
+
+    def tell(self, worker: DecodeWorker) -> None:
+        """What its telemetry says of its steps, without delay."""
+        endpoint = self.scheduler.endpoints.get(worker.name)
+        if endpoint is not None:
+            seconds = worker.decode_seconds if worker.sequences else None
+            endpoint.own.tell(keeps_steps=True, decode_seconds=seconds, running=worker.sequences)
 
     def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
         """Give a request its pair. False: no pair may take it now."""

@@ -17,6 +17,7 @@ from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
+SLO = {"ttft": {"seconds": 1}, "tpot": {"seconds": 0.05}}
 
 
 def plan(name: str, before: GatewayRouting | None, *, at: float = 0, **spec: Any) -> GatewayRouting:
@@ -153,3 +154,21 @@ def test_requests_are_due_by_the_target_for_first_tokens_in_queue_and_worker() -
         told = worker_config(with_target, role)
         assert told.ttft_target == due
         assert start_hash(told) == start_hash(worker_config(without, role)), "a change restarts nobody"
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds"),
+    [
+        ({"slo": SLO, "prefill": {}}, 0.05),
+        ({"slo": SLO, "prefill": {}, "gateway": {"convertDecodeWorkers": False}}, None),
+        ({"slo": SLO}, None),  # decode workers compute prompts anyway
+        ({"prefill": {}}, None),  # nobody says what streams may wait
+    ],
+)
+def test_decode_workers_compute_prompts_within_the_target_of_a_token(spec: dict[str, Any], seconds: float) -> None:
+    routing = plan("m", None, **({"prefill": None} | spec))
+    assert routing.convert_step_seconds == seconds
+    model = InferenceModel.model_validate(raw_model(**({"prefill": None} | spec)))
+    config = gateway_config(Blueprint(model=model, release=RELEASE))
+    assert config.convert_step_seconds == seconds
+    assert start_hash(config) == start_hash(config.model_copy(update={"convert_step_seconds": 1.0})), "restarts nobody"

@@ -80,6 +80,11 @@ class Collector:
         return [entry for delta in self.deltas[request_id, choice] for entry in delta.logprobs or ()]
 
 
+_REQUEST_FIELDS = (
+    "n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling", "resumed", "step_seconds",
+)  # fmt: skip
+
+
 class Rig:
     def __init__(
         self,
@@ -98,11 +103,7 @@ class Rig:
         self._submitted = 0
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> None:
-        request_fields = {
-            name: options.pop(name)
-            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling", "resumed")
-            if name in options
-        }
+        request_fields = {name: options.pop(name) for name in _REQUEST_FIELDS if name in options}
         sampling = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | options))
         self.engine.submit(
             GenerationRequest(

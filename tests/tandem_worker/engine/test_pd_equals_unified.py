@@ -64,6 +64,7 @@ def check_family(family: str, folder: Path, make_rig: MakeRig, lengths: list[int
     unified = make_rig(load(), num_blocks=NUM_BLOCKS, scheduler={"max_batch_tokens": chunk})
     prefill = make_rig(load(), num_blocks=NUM_BLOCKS, scheduler={"max_batch_tokens": chunk})
     decode = make_rig(load(), num_blocks=NUM_BLOCKS, scheduler={"local_prefill_max_tokens": SHORT})
+    paced = make_rig(load(), num_blocks=NUM_BLOCKS)  # as a decode worker that converts, a block in each step
     prompts, questions = draw_prompts(lengths), draw_prompts([5] * len(lengths))
     with connect(prefill, decode) as endpoint:
         for turn in range(2):
@@ -71,11 +72,13 @@ def check_family(family: str, folder: Path, make_rig: MakeRig, lengths: list[int
             for name, prompt in zip(names, prompts, strict=True):
                 unified.submit(name, prompt, NUM_TOKENS)
                 decode.submit(name, prompt, NUM_TOKENS, prefill_endpoints=(endpoint,))
+                paced.submit(name, prompt, NUM_TOKENS, step_seconds=1e-9)
             unified.wait()
             decode.wait()
+            paced.wait()
             for index, name in enumerate(names):
                 answer = decode.out.tokens(name)
-                assert answer == unified.out.tokens(name)
+                assert answer == unified.out.tokens(name) == paced.out.tokens(name)
                 assert_greedy(reference, prompts[index], answer)
                 assert decode.out.last(name).prefill_worker == "prefill-0"
                 # of the second turn the prefill worker knows the full blocks of the first one's prompt

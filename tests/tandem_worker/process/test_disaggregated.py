@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+
+from tests.tandem_worker.process.conftest import eventually
 
 pytestmark = pytest.mark.timeout(240)
 TEXT = "The quick brown fox jumps over the lazy dog. "
@@ -49,6 +52,29 @@ def test_tokens_equal_transformers(pair: SimpleNamespace, length: int) -> None:
     assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 12)
     assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
     assert prefills(pair.decode, "remote") == before + 1
+
+
+def test_a_prompt_beside_streams_in_short_steps_gives_the_same_tokens(pair: SimpleNamespace) -> None:
+    """As the gateway asks for while prefill workers are behind: with streams beside it, which keep going."""
+    prompt, local = prompt_of(300, seed=8), prefills(pair.decode, "local")
+    with ThreadPoolExecutor(2) as pool:
+        streams = [
+            pool.submit(pair.decode.complete, prompt_of(20, seed=n), prefill=pair.prefill.kv, max_tokens=200,
+                        ignore_eos=True, return_token_ids=True)
+            for n in range(2)
+        ]  # fmt: skip
+        eventually(lambda: pair.decode.metric("tandem_worker_requests_running") == 2, 30, "both decode")
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(
+            pair.decode.url + "/v1/completions", json=body | {"return_token_ids": True}, timeout=60,
+            headers={"x-tandem-step-seconds": "0.000001"},
+        )  # fmt: skip
+        beside = [one.result()["choices"][0]["token_ids"] for one in streams]
+    assert answer.json()["choices"][0]["token_ids"] == oracle(pair.model, prompt, 8)
+    assert answer.headers["x-tandem-prefill-worker"] == "decode-0"
+    assert prefills(pair.decode, "local") == local + 1
+    assert beside == [oracle(pair.model, prompt_of(20, seed=n), 200) for n in range(2)]
+    assert pair.decode.get("/telemetry").json()["keepsStepSeconds"] is True
 
 
 def test_a_follow_up_turn_reports_cached_tokens(pair: SimpleNamespace) -> None:

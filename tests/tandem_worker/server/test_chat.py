@@ -271,6 +271,15 @@ async def test_headers(worker: Any) -> None:
     assert response.headers["x-request-id"]
 
 
+async def test_how_long_steps_may_be_with_a_prompt_is_the_gateways_to_say(worker: Any) -> None:
+    for headers in ({"x-tandem-step-seconds": "0.050000"}, {}):
+        worker.says("x")
+        body = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 1}
+        response = await worker.http.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+    assert [request.step_seconds for request in worker.engine.requests] == [0.05, 0.05, None, None]
+
+
 async def test_the_trace_that_a_client_names_is_in_the_log(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for parent in ({}, {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}):

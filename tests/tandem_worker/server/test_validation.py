@@ -209,6 +209,14 @@ async def test_a_prefill_header_must_be_endpoints(worker: Any, sane: dict[str, A
         assert response.json()["error"]["param"] == "x-tandem-prefill"
 
 
+async def test_a_step_header_must_be_seconds(worker: Any, sane: dict[str, Any]) -> None:
+    for value in ("soon", "0", "0.0", "-1", "nan", "inf", "1e9", "61", "1_0", "٣", ""):
+        headers = {b"x-tandem-step-seconds": value.encode()}
+        response = await worker.http.post("/v1/chat/completions", json=sane, headers=headers)
+        assert response.status_code == 400, value
+        assert response.json()["error"]["param"] == "x-tandem-step-seconds"
+
+
 async def test_unknown_paths_and_methods(worker: Any) -> None:
     response = await worker.http.get("/v2/nothing")
     assert response.status_code == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tandem_gateway.scheduling.conversion import Conversion, Verdict
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice
@@ -21,8 +22,9 @@ def predict(choice: Choice, *, output_tokens: int, now: float) -> None:
     """Fill in what would be expected of a choice, for a request that is not sent."""
     prefill = choice.prefill[0] if choice.prefill else choice.decode
     reservation = Reservation(
-        choice.decode, prefill, prefill_tokens=choice.uncached_tokens, decode_tokens=output_tokens, now=now
-    )
+        choice.decode, prefill, prefill_tokens=choice.uncached_tokens, decode_tokens=output_tokens, now=now,
+        conversion=choice.conversion,
+    )  # fmt: skip
     reservation.release()
     choice.expected, choice.work = reservation.expected, reservation.work
 
@@ -30,21 +32,24 @@ def predict(choice: Choice, *, output_tokens: int, now: float) -> None:
 def describe_choice(choice: Choice) -> dict[str, object]:
     """Which pair, why, and what was predicted of it."""
     prefills = [endpoint.worker.name for endpoint in choice.prefill]
-    chosen = next((offer for offer in choice.offers if offer[2] is choice.decode), None)
+    chosen = next((offer for offer in choice.offers if choice.decode in offer[5]), None)
     why: dict[str, str] = {}
     if chosen is not None:
         cost, best, decode, _, prefill_costs, decode_costs = chosen
         why["decode"] = _explain(decode, decode_costs)
-        if best:
+        if choice.prefill:
             why["prefill"] = _explain(best[0], prefill_costs)
         if len(choice.offers) > 1:
             cheapest = cost <= min(offer[0] for offer in choice.offers)
             why["revision"] = (
                 "the cheapest pair" if cheapest else "the session's revision, or others have too much load"
             )
+    if choice.conversion is not None:
+        why["conversion"] = _explain_conversion(choice.conversion)
     return {
         "decode": choice.decode.worker.name,
         "prefill": prefills,
+        "converted": choice.conversion is not None and choice.conversion.converted,
         "revision": choice.decode.worker.revision,
         "why": why,
         "promptTokens": choice.uncached_tokens + choice.cached_tokens,
@@ -84,6 +89,21 @@ def _explain(endpoint: Endpoint, costs: Mapping[Endpoint, float]) -> str:
     if costs[endpoint] <= min(costs.values()):
         return "the cheapest candidate"
     return "a home of the session, which costs little more than the cheapest"
+
+
+def _explain_conversion(conversion: Conversion) -> str:
+    """Who computes the prompt, the prefill or the decode worker, and by which predictions."""
+    prefill, decode = (
+        "an unknown time" if seconds is None else f"{seconds:.2f} s"
+        for seconds in (conversion.prefill_seconds, conversion.decode_seconds)
+    )
+    return {
+        Verdict.CONVERTED: f"prefill workers are behind ({prefill}), the decode worker computes it itself ({decode})",
+        Verdict.ON_TIME: f"the prefill worker is not behind ({prefill})",
+        Verdict.SLOWER: f"the prefill worker is behind ({prefill}), a decode worker would take longer ({decode})",
+        Verdict.NO_ROOM: f"the prefill worker is behind ({prefill}), streams fill the steps of decode workers",
+        Verdict.UNKNOWN: "too little is known of the workers to have a decode worker compute it",
+    }[conversion.verdict]
 
 
 def _list_costs(costs: Mapping[Endpoint, float]) -> list[dict[str, object]]:

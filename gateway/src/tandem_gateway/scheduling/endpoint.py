@@ -17,6 +17,7 @@ from tandem_api.fleet import TTFT_BOUNDS
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.health import WANTED, Health
+from tandem_gateway.scheduling.own_prompts import OwnPrompts
 from tandem_gateway.scheduling.speed import Speed
 
 DECODE_WEIGHT = 0.25
@@ -114,7 +115,7 @@ class Endpoint:
 
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
-        "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "pool",
+        "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
         "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker",
         "working_since",
     )  # fmt: skip
@@ -141,6 +142,7 @@ class Endpoint:
         self.evicted_until = 0.0
         """Its cache has forgotten what was last used before, as the worker told."""
         self.speed = Speed()
+        self.own = OwnPrompts()
         self.working_since = 0.0
         """When it began with the oldest prompt that is not yet computed."""
         self.owing: dict[Wait, None] = {}

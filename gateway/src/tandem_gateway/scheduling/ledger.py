@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.prefix import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
@@ -21,7 +22,8 @@ class Reservation:
     """What one request holds on its prefill and its decode endpoint."""
 
     __slots__ = (
-        "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
+        "_converted", "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens",
+        "_prefilling",
         "copy", "expected", "holder", "patience", "since", "work",
     )  # fmt: skip
 
@@ -34,8 +36,10 @@ class Reservation:
         decode_tokens: int,
         now: float,
         stream: bool = True,
+        conversion: Conversion | None = None,
     ) -> None:
-        """`prefill` is `decode` itself where that worker computes the prompt."""
+        """`prefill` is `decode` itself where that worker computes the prompt: for want of another one, or because
+        prefill workers are behind, as `conversion` says."""
         self._decode = decode
         self._prefill = prefill
         self._prefill_tokens = prefill_tokens
@@ -54,6 +58,10 @@ class Reservation:
             prefill.working_since = now
         decode.requests += 1
         decode.owing[self] = None
+        self._converted = conversion is not None and conversion.converted
+        """How long its prompt takes says nothing of the worker's speed: it is held back for streams beside it."""
+        if self._converted:
+            decode.own.begin(prefill_tokens, now)
         if prefill is decode:
             decode.charge(prefill_tokens, decode_tokens)
         else:
@@ -61,7 +69,8 @@ class Reservation:
             prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        self.expected = expected = prefill.speed.predict(self.work)
+        own = conversion.decode_seconds if conversion is not None and self._converted else None
+        self.expected = expected = prefill.speed.predict(self.work) if own is None else own
         """Seconds until its first token, or None while too little is known."""
         if not stream:  # how long an answer in one piece is, nobody knows before it is there
             expected = prefill.speed.predict(self.work + _PATIENT_TOKENS * decode_tokens)
@@ -77,21 +86,31 @@ class Reservation:
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
         if self._prefilling:
-            self._prefill.speed.observe(self.work, now - self.since)
+            if self._converted:
+                self._learn_own(now)
+            else:
+                self._prefill.speed.observe(self.work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
         if self._owing:
             self._end_owing(now)
 
+    def _learn_own(self, now: float) -> None:
+        """A prompt that was converted is computed."""
+        if self.expected is not None and self._prefill_tokens >= SHORT_TOKENS:
+            self._decode.own.learn(self.expected, now - self.since, now)
+
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
-        if self._prefilling and (speed := self._prefill.speed.value) and now - self.since > self.work / speed:
+        speed = self._prefill.speed.value
+        takes = self.expected if self._converted else self.work / speed if speed else None
+        if self._prefilling and takes is not None and now - self.since > takes:
             self._prefill.working_since = now
             self._end_prefill()
 
     def complete(self, now: float) -> None:
         """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
-        if self._owing and self._prefill_tokens >= SHORT_TOKENS:
+        if self._owing and self._prefill_tokens >= SHORT_TOKENS and not self._converted:
             self._prefill.speed.observe(self.work + _TOKENS_PER_STEP * self._output, now - self.since)
         if self._owing:
             self._end_owing(now)
@@ -127,6 +146,8 @@ class Reservation:
             self._stop_owing()
         if self._prefilling and prefill is decode:
             self._prefilling = False
+            if self._converted:
+                decode.own.end(self._prefill_tokens)
             decode.charge(-self._prefill_tokens, -self._decode_left)
         else:
             if self._prefilling:
@@ -145,6 +166,8 @@ class Reservation:
 
     def _end_prefill(self) -> None:
         self._prefilling = False
+        if self._converted:
+            self._decode.own.end(self._prefill_tokens)
         self._prefill.charge(-self._prefill_tokens, 0)
         if self._prefill is not self._decode:
             self._prefill.requests -= 1

@@ -16,6 +16,7 @@ from operator import itemgetter
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.canary import BY_REVISION, find_point
+from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
@@ -61,6 +62,8 @@ class Choice:
     """Seconds that its first token took; 0 where that is not seen, as in an answer in one piece."""
     status: int = 0
     """Status of the answer; 0 while there is none, or where another attempt gave it."""
+    conversion: Conversion | None = None
+    """Whether the decode endpoint computes the prompt though prefill endpoints are there; None: nobody asked."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.canary import Split
+from tandem_gateway.scheduling.conversion import Terms, Verdict
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
@@ -19,6 +20,7 @@ from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
+from tandem_gateway.scheduling.reconsider import reconsider
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
@@ -53,7 +55,7 @@ _Groups = dict[tuple[str, str], Group]
 class Scheduler:
     """Owned by one event loop; nothing in it blocks or waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms | None = None) -> None:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
@@ -63,6 +65,10 @@ class Scheduler:
         self.canary_requests: Counter[tuple[bool, bool]] = Counter()
         """Requests sent while there was a canary: whether to its workers, and whether they were meant for the others
         of the two sides, which could not serve."""
+        self.terms = terms
+        """By which decode workers compute prompts while prefill workers are behind; None: they do not."""
+        self.conversions: Counter[Verdict] = Counter()
+        """Requests that were sent while there were terms, and could have gone to a prefill worker."""
         self._canary_names: frozenset[str] = frozenset()
         self._split = Split(0.0)
         self._turn = 0
@@ -177,6 +183,8 @@ class Scheduler:
             if groups:
                 choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
                 if choice is not None:
+                    if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
+                        reconsider(choice, demand, cached, shared, self.terms, now)
                     return choice
         return None
 
@@ -195,6 +203,8 @@ class Scheduler:
             served = choice.decode.worker.name in self._canary_names
             self.canary_requests[served, demand.canary is not None and demand.canary is not served] += 1
         prefill = choice.prefill[0] if choice.prefill else choice.decode
+        if choice.conversion is not None:
+            self.conversions[choice.conversion.verdict] += 1
         reservation = Reservation(
             choice.decode,
             prefill,
@@ -202,6 +212,7 @@ class Scheduler:
             decode_tokens=demand.output_tokens,
             now=now,
             stream=demand.stream,
+            conversion=choice.conversion,
         )
         if choice.decode.health.probe is WANTED:
             self._begin_probe(choice.decode, reservation, now)

@@ -12,7 +12,14 @@ from tandem_api.launch import CanaryTraffic, GatewayRouting
 
 from tandem_operator.objects.manifests import format_time, parse_time
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_store, gateway_timeouts, tracing
+from tandem_operator.workloads.configs import (
+    gateway_convert_steps,
+    gateway_cors,
+    gateway_queue,
+    gateway_store,
+    gateway_timeouts,
+    tracing,
+)
 from tandem_operator.workloads.pods import drain_seconds
 
 FORMER_NAME_SECONDS = 60.0
@@ -44,6 +51,7 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         response_store=gateway_store(blueprint),
         min_priority=blueprint.model.spec.gateway.min_priority,
         explain=blueprint.model.spec.gateway.explain_routes,
+        convert_step_seconds=gateway_convert_steps(blueprint),
     )
 
 

@@ -109,6 +109,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         response_store=gateway_store(blueprint),
         min_priority=spec.gateway.min_priority,
         explain=spec.gateway.explain_routes,
+        convert_step_seconds=gateway_convert_steps(blueprint),
     )
 
 
@@ -143,6 +144,16 @@ def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
         allow_credentials=cors.allow_credentials,
         max_age_seconds=parse_duration(cors.max_age),
     )
+
+
+def gateway_convert_steps(blueprint: Blueprint) -> float | None:
+    """How long a decode worker's step may be with a part of a prompt that it computes because prefill workers are
+    behind; None: it computes none for that reason. Without a target nobody can say what its streams may wait.
+    """
+    spec = blueprint.model.spec
+    if spec.slo is None or spec.prefill is None or not spec.gateway.convert_decode_workers:
+        return None
+    return spec.slo.tpot.seconds
 
 
 def gateway_store(blueprint: Blueprint) -> StoreLimits | None:

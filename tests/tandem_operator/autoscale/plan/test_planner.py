@@ -242,6 +242,44 @@ def test_replicas_go_only_after_the_window_and_only_with_one_to_spare() -> None:
     assert plan(eager, fleet, lately, fleet.at).replicas == decide(history).replicas
 
 
+def make_fall(start: float, *, warming: int = 0) -> History:
+    """Demand that falls by half within 5 minutes, on a fleet of 8 and 4 whose replicas took so long to start. So many
+    of the prefill replicas are still on their way."""
+    history, requests = History(), 0.0
+    for step in range(61):
+        requests += 5 * 40.0 * (1.0 - 0.5 * step / 60)
+        roles = make_history(prefills=8, decodes=4, until=5.0).snapshots[-1].roles
+        counters = Counters(
+            requests=int(requests), prompt_tokens=int(requests * 400), prompt_squares=requests * 2 * 400.0**2,
+            computed_prompt_tokens=int(requests * 400), computed_tokens=int(requests * 280), finished=int(requests),
+            output_tokens=int(requests * 30),
+        )  # fmt: skip
+        roles = {role: replace(state, starts=(start,) * 4) for role, state in roles.items()}
+        roles[P] = replace(roles[P], ready=8 - warming, warming=warming)
+        history = history.observe(Snapshot(at=5.0 * step, roles=roles, counters=counters))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("start", "ago", "kept"),
+    [
+        (45.0, 55.0, True), (45.0, 65.0, False),  # the shortest window
+        (180.0, 175.0, True), (180.0, 190.0, False),  # a start
+        (3600.0, 590.0, True), (3600.0, 610.0, False),  # never longer than while demand is steady
+    ],
+)  # fmt: skip
+def test_while_demand_falls_replicas_stay_for_as_long_as_others_would_take_to_come(
+    start: float, ago: float, kept: bool
+) -> None:
+    for warming in (0, 5):
+        history = make_fall(start, warming=warming)
+        fleet = history.snapshots[-1]
+        lately = history.record(Decision(at=fleet.at - ago, roles={}, needs={P: 8, D: 4}))
+        decision = plan(SPEC, fleet, lately, fleet.at)
+        assert (decision.replicas[P] == 8) is kept, decision.sentence
+        assert decision.roles[P].limit == ("stabilization" if kept else "TTFT target")
+
+
 def test_a_step_belongs_to_the_context_of_those_that_decode() -> None:
     """One of eight replicas works now and then: its steps are no sign that eight are full."""
     history = make_history(1.0, decodes=8)

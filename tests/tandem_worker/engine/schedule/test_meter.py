@@ -133,3 +133,35 @@ def test_totals_only_grow_and_a_constant_speed_is_found(
         assert meter.busy_seconds <= now + 1e-6
     assert meter.prefill_tokens == sum(tokens for _, _, tokens, _ in steps)
     assert meter.velocity is None or meter.velocity == pytest.approx(speed, rel=1e-3)
+
+
+def test_prompts_fit_into_what_decoding_leaves_of_a_step() -> None:
+    meter = SpeedMeter()
+    assert meter.plan_chunk_tokens(0.06, True) == 64  # nothing is known
+    meter.record(num_prefill_tokens=0, num_decodes=2, seconds=0.03)
+    meter.record(num_prefill_tokens=50, num_decodes=2, seconds=0.08)  # 50 tokens made it 0.05 s longer
+    assert meter.plan_chunk_tokens(0.06, True) == 30
+    assert meter.plan_chunk_tokens(0.06, False) == 60
+    assert meter.plan_chunk_tokens(0.02, True) == 0
+
+
+@given(st.lists(st.tuples(st.integers(16, 300), st.integers(0, 8)), min_size=30, max_size=60), st.floats(100, 5000))
+def test_a_planned_chunk_takes_as_long_as_planned_whatever_chunks_were_before(
+    steps: list[tuple[int, int]], rate: float
+) -> None:
+    meter = SpeedMeter()
+    meter.record(num_prefill_tokens=0, num_decodes=1, seconds=0.03)
+    for tokens, decodes in steps:
+        meter.record(num_prefill_tokens=tokens, num_decodes=decodes, seconds=tokens / rate + (0.03 if decodes else 0))
+    for decoding, left in ((True, 0.07), (False, 0.1)):
+        assert meter.plan_chunk_tokens(0.1, decoding) == pytest.approx(rate * left, abs=1.01)
+
+
+def test_one_slow_step_does_not_stop_prompts_for_good() -> None:
+    meter = SpeedMeter()
+    for _ in range(30):
+        meter.record(num_prefill_tokens=32, num_decodes=0, seconds=0.032)
+    meter.record(num_prefill_tokens=32, num_decodes=0, seconds=5.0)
+    for _ in range(200):
+        meter.record(num_prefill_tokens=16, num_decodes=0, seconds=0.016)
+    assert meter.plan_chunk_tokens(0.1, False) > 75

@@ -631,3 +631,72 @@ TestLifeWithTarget = LifeWithTarget.TestCase
 TestLifeWithTarget.settings = TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+def test_a_prompt_beside_streams_takes_no_more_of_a_step_than_it_may() -> None:
+    driver = Driver(max_batch_tokens=64)
+    asked: list[tuple[float, bool]] = []
+
+    def tokens_within(seconds: float, decoding: bool) -> int:
+        asked.append((seconds, decoding))
+        return 9 if decoding else 17
+
+    driver.scheduler.tokens_within = tokens_within
+    driver.add(list(range(100, 110)), max_tokens=8)
+    driver.step()
+    driver.add(list(range(200, 240)), step_seconds=0.5)
+    plans = [driver.step() for _ in range(7)]
+    assert [len(plan.decodes) for plan in plans[:5]] == [1] * 5
+    assert [plan.num_prefill_tokens for plan in plans[:5]] == [8] * 5  # whole blocks of what may be
+    assert set(asked) == {(0.5, True)}
+    driver.run()
+    driver.add(list(range(300, 340)), step_seconds=0.5)
+    assert driver.step().num_prefill_tokens == 16  # nobody waits, and still
+
+
+def test_paced_prompts_share_what_a_step_may_take_and_hold_up_no_orders() -> None:
+    driver = Driver(max_batch_tokens=64, local_prefill_max_tokens=0)
+    driver.scheduler.tokens_within = lambda seconds, decoding: 8
+    for first in (100, 200, 300):
+        driver.add(list(range(first, first + 24)), step_seconds=0.5)
+    driver.add(list(range(400, 424)), endpoints=("p:1",))
+    plan = driver.step()
+    assert [chunk.length for chunk in plan.chunks] == [8]
+    assert [sequence.request.id for sequence in plan.orders] == ["3"]
+    driver.receive(plan.orders[0])
+    driver.run()
+
+
+def test_a_paced_prompt_gets_on_however_short_steps_are_to_be() -> None:
+    driver = Driver()
+    driver.scheduler.tokens_within = lambda seconds, decoding: 0
+    driver.add(list(range(100, 105)), max_tokens=30)
+    driver.add(list(range(200, 230)), step_seconds=1e-6)
+    driver.add(list(range(300, 330)), step_seconds=1e-6, n=2)
+    driver.run()
+    assert len(driver.finished) == 3
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 8), st.none() | st.just(0.5), st.integers(0, 30)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.booleans(),
+)
+def test_pacing_changes_no_token_and_bounds_what_steps_compute_of_paced_prompts(
+    asked: list[tuple[int, int, float | None, int]], ahead: bool
+) -> None:
+    """`check_plan` and `compute` of the driver hold every token to what comes before it."""
+    driver = Driver(ahead=ahead)
+    room = {True: 5, False: 12}
+    driver.scheduler.tokens_within = lambda seconds, decoding: room[decoding]
+    for index, (length, tokens, pace, allowed) in enumerate(asked):
+        driver.add([1000 * index + at for at in range(length)], max_tokens=tokens, step_seconds=pace)
+        for _ in range(allowed):
+            plan = driver.step()
+            paced = sum(chunk.length for chunk in plan.chunks if chunk.sequence.request.step_seconds is not None)
+            assert paced <= max(BLOCK_SIZE, room[bool(plan.decodes)])
+    driver.run()

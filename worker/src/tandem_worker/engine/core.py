@@ -164,6 +164,7 @@ class EngineCore:
         inside.endpoints = request.prefill_endpoints
         inside.prompt_logprobs = request.prompt_logprobs
         inside.pooling = request.pooling
+        inside.step_seconds = request.step_seconds
         _follow(inside, request.trace)
         if request.resumed is not None:
             inside.resumed = request.resumed

@@ -91,6 +91,7 @@ class StepRunner:
         scheduler.prefers_move = self._prefers_move
         scheduler.has_begun = self._has_begun
         scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
+        scheduler.tokens_within = self.meter.plan_chunk_tokens
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}

@@ -87,6 +87,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         cached_prompt_tokens_total=engine.cached_tokens_total,
         decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
         mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
+        keeps_step_seconds=True,
         start_seconds=None if sample.start is None else sample.start.seconds,
         start_from=None if sample.start is None else sample.start.origin,
         vram_used_bytes=gpu.vram_used_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import re
 import time
@@ -47,7 +48,9 @@ from tandem_worker.server.tracing import ServerTrace, begin_trace, current_trace
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 MAX_PREFILL_ENDPOINTS = 8
+MAX_STEP_SECONDS = 60.0
 
 FAILURE_POLL_SECONDS = 0.5
 
@@ -237,6 +240,8 @@ class _Api:
         resume, inner, receive = await take_journal(scope, receive)
         prepared = await self._model.preparation.prepare(kind, inner, receive)
         plan = await build_plan(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
+        if (seconds := read_step_seconds(scope)) is not None:
+            plan.requests = [dataclasses.replace(request, step_seconds=seconds) for request in plan.requests]
         if plan.stream and wants_journal(scope):
             plan.journal = open_journal(plan)
         if resume is not None:
@@ -329,6 +334,22 @@ def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
             param=names.HEADER_PREFILL,
         )
     return endpoints
+
+
+def read_step_seconds(scope: Scope) -> float | None:
+    """How long steps may be with a part of this prompt, as the gateway says; None: as long as others. Raises
+    RequestError.
+    """
+    value = header(scope, names.HEADER_STEP_SECONDS)
+    if value is None:
+        return None
+    if not _DECIMAL.fullmatch(value) or not 0 < float(value) <= MAX_STEP_SECONDS:
+        raise RequestError(
+            f"The header {names.HEADER_STEP_SECONDS} must be a number of seconds above 0 and at most "
+            f"{MAX_STEP_SECONDS:g}, for example 0.05.",
+            param=names.HEADER_STEP_SECONDS,
+        )
+    return float(value)
 
 
 class _Endpoint:

@@ -52,8 +52,6 @@ from tandem_operator.autoscale.plan.sizing import (
 
 DOWN_DEVIATIONS = 1.0
 """Standard deviations that scaling down adds to those of scaling up."""
-CANCEL_SHARE = 0.25
-"""The part of a start for which replicas on their way are kept that nothing asks for any more."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
 
@@ -117,11 +115,11 @@ def _keep(
     """What is wished, with the patience of scaling down; and below how many replicas a target would be missed."""
     needs = {role: max(up[role].replicas, down[role].replicas) for role in up}
     falls = load.tokens.falls or load.requests.falls
-    since = now - (spec.behavior.falling_seconds if falls else spec.behavior.scale_down_seconds)
     proposals: dict[Role, Proposal] = {}
     for role, proposal in up.items():
         present = fleet.roles[role].replicas
-        floor = max(needs[role], history.most_needed(role, since))
+        window = _find_window(spec, fleet.roles[role], history, role, falls=falls)
+        floor = max(needs[role], history.most_needed(role, now - window))
         if (state := fleet.roles[role]).warming:
             floor = min(floor, _keep_coming(spec, state, history, role, needs[role], now))
         if proposal.replicas > present:
@@ -136,14 +134,24 @@ def _keep(
     return proposals, needs
 
 
+def _find_window(spec: ScalingSpec, state: RoleState, history: History, role: Role, *, falls: bool) -> float:
+    """Seconds for which a replica stays that nothing asks for. While demand falls, for as long as another one would
+    take to come: who does not know when demand returns pays at most twice what somebody would who does (the ski rental
+    problem, with a start as the price of the skis).
+    """
+    behavior = spec.behavior
+    if not falls:
+        return behavior.scale_down_seconds
+    start = learn_start(state, spec, history.waited(role))
+    return min(behavior.scale_down_seconds, max(behavior.falling_seconds, start))
+
+
 def _keep_coming(
     spec: ScalingSpec, state: RoleState, history: History, role: Role, needed: int, now: float
 ) -> int:  # fmt: skip
-    """Replicas below which none goes that is still on its way. It has done nothing yet, so that the window is not for
-    it; yet who orders it again waits for a whole start: it goes once most of what comes has not been needed for a
-    quarter of that."""
-    start = learn_start(state, spec, history.waited(role))
-    patience = max(spec.behavior.falling_seconds, CANCEL_SHARE * start)
+    """Replicas below which none goes that is still on its way. It has done nothing yet, so that the window of steady
+    demand is not for it: it goes once most of what comes has not been needed for as long as while demand falls."""
+    patience = _find_window(spec, state, history, role, falls=True)
     kept = max(needed, history.most_needed(role, now - patience), state.ready)
     return kept if 2 * (kept - state.ready) <= state.replicas - state.ready else state.replicas
 

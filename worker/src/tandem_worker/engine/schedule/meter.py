@@ -25,6 +25,8 @@ class SpeedMeter:
         self.decode_step_seconds: float | None = None
         self.mixed_step_seconds: float | None = None
         """Mean of steps that compute prompts beside answers."""
+        self._chunk_tokens = self._chunk_seconds = 0.0
+        """Prompt tokens, and by how much they made their steps longer, older ones fading."""
 
     def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing."""
@@ -32,12 +34,16 @@ class SpeedMeter:
             if num_decodes:
                 self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds, _STEP_WEIGHT)
             return
+        weight = 1 - math.exp(-num_prefill_tokens / _MEMORY_TOKENS)
+        alone = self.decode_step_seconds if num_decodes else 0.0
+        if alone is not None:
+            self._chunk_tokens = self._chunk_tokens * (1 - weight) + num_prefill_tokens
+            self._chunk_seconds = self._chunk_seconds * (1 - weight) + seconds - alone
         if num_decodes:
             self.mixed_step_seconds = _smooth(self.mixed_step_seconds, seconds, _STEP_WEIGHT)
         if num_prefill_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
             share = num_prefill_tokens / (num_prefill_tokens + num_decodes)
             rate = num_prefill_tokens / (seconds * share)
-            weight = 1 - math.exp(-num_prefill_tokens / _MEMORY_TOKENS)
             self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate, weight)
 
     def plan_step_tokens(self, target_seconds: float | None) -> int | None:
@@ -47,6 +53,14 @@ class SpeedMeter:
         if self.prefill_tokens_per_second is None:
             return _UNMEASURED_TOKENS
         return max(_MIN_STEP_TOKENS, int(self.prefill_tokens_per_second * target_seconds))
+
+    def plan_chunk_tokens(self, seconds: float, decoding: bool) -> int:
+        """Prompt tokens that make a step take so many seconds, beside the decodes of late or alone."""
+        if self._chunk_seconds <= 0:
+            return _MIN_STEP_TOKENS
+        if decoding and self.decode_step_seconds is not None:
+            seconds -= self.decode_step_seconds
+        return max(0, int(seconds * self._chunk_tokens / self._chunk_seconds))
 
 
 class WorkMeter:

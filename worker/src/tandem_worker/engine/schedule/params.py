@@ -107,6 +107,9 @@ class GenerationRequest:
     resumed: tuple[tuple[int, ...] | None, ...] | None = None
     """The request began elsewhere: of each choice the tokens that it has, None where it has ended. Some choice is open.
     What is delivered begins after these tokens and is what would have followed them there."""
+    step_seconds: float | None = None
+    """A step with a part of the prompt takes at most about so long, however long the prompt then takes; None: as long
+    as steps of this engine may."""
     trace: RequestTrace | None = None
     """Takes its times; None: it is not traced."""
 

@@ -76,6 +76,8 @@ class Request:
     """As in `GenerationRequest`."""
     grammars: tuple[Grammar | None, ...] = ()
     """Grammars of a resumed request's choices, which have accepted their tokens."""
+    step_seconds: float | None = None
+    """As in `GenerationRequest`."""
     trace: RequestTrace | None = None
     """As in `GenerationRequest`."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])

@@ -80,6 +80,8 @@ class Scheduler:
         """Orders what comes from now on by deadline (see `deadlines`); None: by arrival."""
         self.prefill_rate: Callable[[], float | None] = lambda: None
         """Prompt tokens that are computed per second; None while that is not known."""
+        self.tokens_within: Callable[[float, bool], int] = lambda seconds, decoding: limits.max_batch_tokens
+        """Prompt tokens that a step of so many seconds computes, beside decodes or alone."""
         self._clock = clock
         self._wall = wall
         # Decodes always fit into the budget and leave room for one block of prefill.
@@ -372,6 +374,8 @@ class Scheduler:
         length = sequence.num_tokens - start
         if sequence.request.prompt_logprobs is not None:
             budget = min(budget, max(self._limits.max_scored_chunk, self.blocks.block_size))
+        if sequence.request.step_seconds is not None:
+            budget = min(budget, self._find_allowance(plan, sequence.request.step_seconds))
         if length > budget:
             length = first_chunk(length, budget, self.blocks.block_size)
         if length:
@@ -384,6 +388,13 @@ class Scheduler:
                 plan.lockstep = True
             self._count_queued(sequence)
         return length
+
+    def _find_allowance(self, plan: StepPlan, seconds: float) -> int:
+        """Prompt tokens that may be added to a step that is to take so long. The first block always: however short the
+        step is to be, its prompt gets on.
+        """
+        tokens = self.tokens_within(seconds, bool(plan.decodes))
+        return max(0, max(tokens, self.blocks.block_size) - plan.num_prefill_tokens)
 
     def _admit(self, plan: StepPlan, budget: int, *, before: Sequence | None = None) -> int:
         """Move waiting sequences in, in order, while rows, tokens and blocks suffice. Returns what is left of `budget`.
