@@ -49,6 +49,9 @@ that rank's pod says something of its own, that is the cause."""
 
 HEADER_PREFILL = "x-tandem-prefill"
 """Gateway to decode worker: `host:port` of the KV port of the prefill worker to use, best first, comma-separated."""
+HEADER_PROMPT = "x-tandem-prompt"
+"""Gateway to decode worker: a name of the prompt, which the worker tells all gateways (`WorkerTelemetry.prompts`) and
+understands nothing of."""
 HEADER_REQUEST_ID = "x-request-id"
 """Accepted from the client or made by the gateway; echoed on every response and written to every log line."""
 HEADER_DECODE_WORKER = "x-tandem-decode-worker"

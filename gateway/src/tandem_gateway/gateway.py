@@ -205,6 +205,7 @@ class Gateway:
             queued_tokens=sample.queued_prefill_tokens,
             evicted_until=evicted_until,
             kv_tokens=sample.kv_blocks_total * sample.kv_block_size if sample.kv_block_size else None,
+            prompts=sample.prompts,
         )
 
     def link(self, endpoint: Endpoint) -> Link:
@@ -713,6 +714,8 @@ class Gateway:
         worker, reason = endpoint.worker, endpoint.health.reason
         admitted = endpoint.level >= 0
         telemetry, age = self.telemetry(worker) or (None, None)
+        if telemetry is not None and telemetry.prompts:  # for gateways alone
+            telemetry = telemetry.model_copy(update={"prompts": []})
         return WorkerReport(
             name=worker.name,
             address=worker.address,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.prefix import Holding
+from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
 
 _TOKENS_PER_STEP = 32
@@ -48,8 +48,12 @@ class Reservation:
         """Whose it is."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
-        self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
-        """Tokens before its first token, its own included."""
+        self.work = work = prefill_tokens
+        if prefill.prefill_tokens or prefill.told:
+            self.work = work = prefill_tokens + prefill.find_queue(now)
+        """Prompt tokens to compute before its first token, its own included."""
+        if prefill.told:
+            prefill.add_told(prefill_tokens, now)
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1
@@ -61,7 +65,7 @@ class Reservation:
             prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        self.expected = expected = prefill.speed.predict(self.work)
+        self.expected = expected = prefill.speed.predict(work)
         """Seconds until its first token, or None while too little is known."""
         if not stream:  # how long an answer in one piece is, nobody knows before it is there
             expected = prefill.speed.predict(self.work + _PATIENT_TOKENS * decode_tokens)

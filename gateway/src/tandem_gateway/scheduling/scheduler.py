@@ -13,12 +13,15 @@ from tandem_api.names import Role
 
 from tandem_gateway.scheduling.canary import Split
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Candidates, Endpoint, Worker
+from tandem_gateway.scheduling.endpoint import Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
+from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
+from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
+from tandem_gateway.scheduling.shared import SharedPrefix
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
@@ -38,6 +41,9 @@ SHORT_CHUNKS = 2
 """Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead."""
 LONG_PROMPT = 4096
 """Uncached tokens that a decode worker would rather not compute itself."""
+HOME_CREDIT = 3.0
+"""A session's home is taken to have this many times the share of unseen hits that there lately were: where others send
+to homes, so that all agree, they have nearly all, and prompts that nobody has seen lower the mean."""
 RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
 """Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
@@ -57,6 +63,7 @@ class Scheduler:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
+        self.hearsay = Hearsay()
         self.failures: Counter[Outcome] = Counter()
         self.ejections: Counter[Outcome] = Counter()
         self.canary: CanaryTraffic | None = None
@@ -155,13 +162,18 @@ class Scheduler:
         chain = demand.prefix
         seed = demand.affinity
         cached: dict[Endpoint, int] = {}
-        shared = 0
+        shared: SharedPrefix | None = None
+        shared_tokens = 0
         if chain:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
-            depth = self.index.count_shared(chain)
-            shared = int(depth * tokens)
+            depth = 0
+            known, shared = self.index.locate(chain)
+            if shared is not None:
+                depth, demand.shared = shared.depth, shared.entry
+                shared_tokens = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
-            cached = self.index.match(chain, depth, tokens)
+            cached = self.index.match(chain, depth, tokens, known)
+            self.hearsay.match(chain, known, tokens, cached)
         if len(chain) < SHORT_CHUNKS and seed:
             for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
@@ -172,10 +184,22 @@ class Scheduler:
             canary = demand.canary
         if not seed:
             self._turn += 1
-        unseen, turn = self.estimator.unseen_hits, self._turn
+        unseen, turn = min(1.0, HOME_CREDIT * self.estimator.unseen_hits), self._turn
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
-                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
+                choice = pick(
+                    groups.values(),
+                    demand,
+                    seed,
+                    cached,
+                    turn,
+                    shared,
+                    shared_tokens,
+                    self.index.prompts,
+                    unseen,
+                    now,
+                    excluded,
+                )
                 if choice is not None:
                     return choice
         return None
@@ -242,19 +266,43 @@ class Scheduler:
         queued_tokens: float,
         evicted_until: float | None = None,
         kv_tokens: int | None = None,
+        prompts: Iterable[str] = (),
     ) -> None:
         """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, until when its
-        cache has forgotten what was last used (by the clock of `now`), and how many tokens fit into that.
+        cache has forgotten what was last used (by the clock of `now`), how many tokens fit into that, and the names of
+        prompts that it has begun lately.
         """
-        own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
-        others = int(min(max(0.0, queued_tokens - own), MOST_OTHERS))
-        if others != endpoint.others:
-            endpoint.charge(0, 0, others - endpoint.others)
+        endpoint.tell(min(queued_tokens, MOST_OTHERS), now)
+        for name in prompts:
+            self._hear(endpoint, name, now)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
         if kv_tokens and kv_tokens != endpoint.kv_tokens:
             endpoint.kv_tokens = kv_tokens
             self._size_index()
+
+    def _hear(self, endpoint: Endpoint, name: str, now: float) -> None:
+        """Some gateway has sent this prompt there."""
+        parts = parse_name(name)
+        if parts is None:
+            return
+        entry, shared_entry, prefill = parts
+        if self.hearsay.knows(entry, endpoint) or self.index.holds(entry, endpoint):
+            return
+        holdings = [Holding(endpoint, now)]
+        helper = self.endpoints.get(prefill) if prefill else None
+        if helper is not None:
+            holdings.append(Holding(helper, now))
+        self.hearsay.add(entry, holdings)
+        self.index.share(self.index.find_shared(shared_entry), holdings)
+
+    @staticmethod
+    def name_prompt(choice: Choice, demand: Demand) -> str:
+        """How the worker is to tell all gateways that it has this prompt; empty: it is too short to matter."""
+        chain = demand.prefix
+        if len(chain) < SHORT_CHUNKS:
+            return ""
+        return name_prompt(chain[-1], demand.shared, choice.prefill[0].worker.name if choice.prefill else "")
 
     def find_backlog(self, waiting_tokens: int = 0) -> float | None:
         """Seconds until the prompts are computed that wait at workers, and of so many tokens before them; None while no
@@ -268,6 +316,7 @@ class Scheduler:
     def miss(self, endpoint: Endpoint) -> None:
         """A worker has told nothing for a while: what was in its queue is not known any more."""
         endpoint.charge(0, 0, -endpoint.others)
+        endpoint.told = 0.0
 
     def _size_index(self) -> None:
         tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
