@@ -173,15 +173,19 @@ class Endpoint:
 
     def charge(self, prefill: int, decode: int, others: int = 0) -> None:
         """Change what is outstanding."""
-        self.prefill_tokens += prefill
-        self.decode_tokens += decode
-        self.others += others
-        change = prefill + DECODE_WEIGHT * decode + others
+        change = DECODE_WEIGHT * decode + prefill
+        if prefill:
+            self.prefill_tokens += prefill
+        if decode:
+            self.decode_tokens += decode
+        if others:
+            self.others += others
+            change += others
         self.load = load = self.load + change
         pool = self.pool
-        if self.level >= 0 and pool is not None:
+        if pool is not None and self.level >= 0:
             pool.load += change
-            if not self.level_from <= load < self.level_below:
+            if load >= self.level_below or load < self.level_from:
                 pool.relevel(self)
 
     def count_end(self, *, failed: bool) -> None:

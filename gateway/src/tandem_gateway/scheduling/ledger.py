@@ -80,10 +80,15 @@ class Reservation:
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
+        prefill = self._prefill
         if self._prefilling:
-            self._prefill.speed.observe(self.work, now - self.since)
-            self._prefill.working_since = now
-            self._end_prefill()
+            prefill.speed.observe(self.work, now - self.since)
+            prefill.working_since = now
+            if prefill is self._decode:  # inlined `_end_prefill`
+                self._prefilling = False
+                prefill.charge(-self._prefill_tokens, 0)
+            else:
+                self._end_prefill()
         if self._owing:
             self._end_owing(now)
 
@@ -154,10 +159,13 @@ class Reservation:
             self._prefill.requests -= 1
 
     def _end_owing(self, now: float) -> None:
-        self._decode.hear(now)
-        if self._prefill is not self._decode:
-            self._prefill.hear(now)
-        self._stop_owing()
+        decode, prefill = self._decode, self._prefill
+        decode.hear(now)
+        self._owing = False  # inlined `_stop_owing`
+        del decode.owing[self]
+        if prefill is not decode:
+            prefill.hear(now)
+            del prefill.owing[self]
 
     def _stop_owing(self) -> None:
         self._owing = False

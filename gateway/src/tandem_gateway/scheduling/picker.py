@@ -134,9 +134,11 @@ def pick(
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
     _, prefills, decode, _, _, _ = offer
     prompt = demand.prompt_tokens
-    known = hit = min(prompt, _count_cached(prefills[0] if prefills else decode, cached, shared, shared_tokens))
-    if prefills:
-        known = max(hit, min(prompt, _count_cached(decode, cached, shared, shared_tokens)))
+    known = hit = 0
+    if cached or shared is not None:
+        known = hit = min(prompt, _count_cached(prefills[0] if prefills else decode, cached, shared, shared_tokens))
+        if prefills:
+            known = max(hit, min(prompt, _count_cached(decode, cached, shared, shared_tokens)))
     return Choice(decode, prefills, prompt - hit, hit, known, offers)
 
 

@@ -18,7 +18,7 @@ from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
 from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.ledger import Reservation
-from tandem_gateway.scheduling.picker import Choice, Group, pick
+from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.shared import SharedPrefix
@@ -38,7 +38,8 @@ SLOW_LATENCY = 0.25
 DESERTIONS = 3
 """Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
-"""Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead."""
+"""Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead, unless it
+is so short that nobody would notice."""
 LONG_PROMPT = 4096
 """Uncached tokens that a decode worker would rather not compute itself."""
 HOME_CREDIT = 3.0
@@ -174,7 +175,7 @@ class Scheduler:
             seed = seed or chain[min(depth, len(chain) - 1)]
             cached = self.index.match(chain, depth, tokens, known)
             self.hearsay.match(chain, known, tokens, cached)
-        if len(chain) < SHORT_CHUNKS and seed:
+        if len(chain) < SHORT_CHUNKS and seed and demand.prompt_tokens >= SLACK_TOKENS:
             for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
         canary = False
@@ -184,7 +185,9 @@ class Scheduler:
             canary = demand.canary
         if not seed:
             self._turn += 1
-        unseen, turn = min(1.0, HOME_CREDIT * self.estimator.unseen_hits), self._turn
+        unseen, turn = self.estimator.unseen_hits, self._turn
+        if unseen:
+            unseen = min(1.0, HOME_CREDIT * unseen)
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
                 choice = pick(
@@ -254,7 +257,7 @@ class Scheduler:
         chain = demand.prefix
         if chain:
             reservation.copy = self.index.record(chain, both, now)
-        if len(chain) < SHORT_CHUNKS and demand.affinity:
+        if len(chain) < SHORT_CHUNKS and demand.affinity and demand.prompt_tokens >= SLACK_TOKENS:
             copy = self.index.record_session(demand.affinity, both, demand.prompt_tokens, now, demand.short)
             reservation.copy = copy
 
