@@ -21,7 +21,7 @@ from tandem_api.names import Role
 
 from tandem_gateway.scheduling.canary import BY_REVISION, find_point
 from tandem_gateway.scheduling.demand import Demand
-from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.shared import SharedPrefix
 
@@ -91,22 +91,21 @@ def pick(
     turn: int,
     shared: SharedPrefix | None,
     shared_tokens: int,
-    prompts: int,
     unseen: float,
     now: float,
     excluded: Collection[str],
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `prompts` how
-    many there have been, `unseen` the share of the rest that a session's home is taken to have all the same. `turn`
-    stands for a request that has no `seed`. In a revision without prefill endpoints decode workers compute prompts
-    themselves; one whose engine cannot serves nobody there.
+    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `unseen` the
+    share of the rest that a session's home is taken to have all the same. `turn` stands for a request that has no
+    `seed`. In a revision without prefill endpoints decode workers compute prompts themselves; one whose engine cannot
+    serves nobody there.
     """
     offers: list[Offer] = []
     for group in groups:
         cost, prefills, costs = 0.0, _NOBODY, _NO_COSTS
-        grows = shared is not None and shared.wants_more(prompts, group.prefills.available + group.decodes.available)
+        grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
         if group.prefills.available and not demand.local:
             prefill, costs = _rank(
                 group.prefills,
@@ -227,7 +226,10 @@ def _rank(
         known = _count_cached(homes[0], cached, shared, shared_tokens)
         costs[homes[0]] -= unseen * weight * max(0, prompt - known)
     for endpoint in costs:
-        costs[endpoint] += endpoint.backlog(now) if endpoint.prefill_tokens or endpoint.told else endpoint.load
+        if endpoint.prefill_tokens or endpoint.told:  # inlined `Endpoint.backlog`
+            costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens
+        else:
+            costs[endpoint] += endpoint.load
     limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * part
     for home in homes:
         if costs[home] <= limit:
@@ -244,8 +246,10 @@ def _weigh_sharers(
     excluded: Collection[str],
 ) -> None:
     """Who has what many share computes only the rest. `growing` are taken for such; some who are become candidates."""
+    holders = shared.holders
     for endpoint in costs:
-        if shared.has(endpoint):
+        holding = holders.get(endpoint)
+        if holding is not None and holding.alive():
             costs[endpoint] = part
     for endpoint in growing:
         costs[endpoint] = part

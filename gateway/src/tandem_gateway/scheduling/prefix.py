@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.holding import Holders, Holding, merge
-from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.shared import DECAY, SharedPrefix
 
 CHUNK_BYTES = 1024
 """About 256 tokens of English. Smaller chunks see shorter shared prefixes at a higher price per prompt."""
@@ -65,7 +65,8 @@ class PrefixIndex:
     """
 
     __slots__ = (
-        "_branches", "_old", "_old_sessions", "_shared", "_young", "_young_sessions", "generation", "prompts",
+        "_branches", "_old", "_old_sessions", "_shared", "_weight", "_young", "_young_sessions", "generation",
+        "prompts",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -73,6 +74,8 @@ class PrefixIndex:
         """Entries of one generation; only a single prompt that is longer can exceed it."""
         self.prompts = 0
         """Recorded so far."""
+        self._weight = 0.0
+        """The same, older ones for less."""
         self._young: dict[int, Holders] = {}
         self._old: dict[int, Holders] = {}
         self._branches: dict[int, int] = {}
@@ -164,9 +167,10 @@ class PrefixIndex:
         young, old = self._young, self._old
         news: Holders = tuple([Holding(endpoint, now, shared) for endpoint in endpoints])
         self.prompts += 1
+        self._weight = self._weight * DECAY + 1
         self.share(shared, news)
         while shared is not None:
-            shared.count(self.prompts)
+            shared.count(self.prompts, self._weight)
             shared = shared.parent
         before: Holders | None = None
         after = news

@@ -190,19 +190,7 @@ class Scheduler:
             unseen = min(1.0, HOME_CREDIT * unseen)
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
-                choice = pick(
-                    groups.values(),
-                    demand,
-                    seed,
-                    cached,
-                    turn,
-                    shared,
-                    shared_tokens,
-                    self.index.prompts,
-                    unseen,
-                    now,
-                    excluded,
-                )
+                choice = pick(groups.values(), demand, seed, cached, turn, shared, shared_tokens, unseen, now, excluded)
                 if choice is not None:
                     return choice
         return None

@@ -17,6 +17,7 @@ SPREAD = 4.0
 its prompts find it, and enough that none of its workers has too much to do."""
 HALF_LIFE = 2048
 """Requests, after which one counts half for that share."""
+DECAY = 0.5 ** (1 / HALF_LIFE)
 _LOOKS = 2
 """Holders looked at for each that is wanted: some belong to another pool, or have forgotten."""
 
@@ -24,7 +25,7 @@ _LOOKS = 2
 class SharedPrefix:
     """An entry after which many prompts part."""
 
-    __slots__ = ("_count", "_counted_at", "_order", "_turn", "depth", "entry", "holders", "live", "parent")
+    __slots__ = ("_count", "_counted_at", "_order", "_turn", "depth", "entry", "holders", "live", "parent", "wanted")
 
     def __init__(self, entry: int, depth: int, parent: SharedPrefix | None) -> None:
         self.entry = entry
@@ -40,17 +41,18 @@ class SharedPrefix:
         self._count = 0.0
         """Prompts that begin with it, older ones for less, when there were `_counted_at` of all."""
         self._counted_at = 0
+        self.wanted = 0.0
+        """The share of the workers that are to have it."""
 
-    def count(self, number: int) -> None:
-        """The prompt of this number, of all that there were, begins with it."""
+    def count(self, number: int, all_prompts: float) -> None:
+        """The prompt of this number begins with it; `all_prompts` are those that there were, older ones for less."""
         self._count = self._count * 0.5 ** ((number - self._counted_at) / HALF_LIFE) + 1
         self._counted_at = number
+        self.wanted = SPREAD * self._count / all_prompts
 
-    def wants_more(self, number: int, workers: int) -> bool:
-        """Whether too few of so many workers have it, after so many prompts."""
-        count = self._count * 0.5 ** ((number - self._counted_at) / HALF_LIFE)
-        everybody = (1 - 0.5 ** (number / HALF_LIFE)) / (1 - 0.5 ** (1 / HALF_LIFE))
-        return len(self.holders) * everybody < SPREAD * count * workers
+    def wants_more(self, workers: int) -> bool:
+        """Whether too few of so many workers have it."""
+        return len(self.holders) < self.wanted * workers
 
     def hold(self, holding: Holding) -> None:
         """Somebody has it, as have the holders of every longer one."""
@@ -76,15 +78,23 @@ class SharedPrefix:
         for _ in range(min(_LOOKS * count, len(order))):
             self._turn = turn = (self._turn + 1) % len(order)
             endpoint = order[turn]
-            if not self.holders[endpoint].alive():
-                del self.holders[endpoint]
-                last = order.pop()
-                if last is not endpoint:
-                    order[turn] = last
-                if not order:
-                    break
-            elif endpoint.pool is pool and endpoint.level >= 0 and endpoint not in found:
+            if endpoint.pool is not pool or endpoint.level < 0 or endpoint in found:
+                if endpoint.gone:
+                    self._drop(turn)
+            elif self.holders[endpoint].alive():
                 found.append(endpoint)
                 if len(found) == count:
                     break
+            else:
+                self._drop(turn)
+            if not order:
+                break
         return found
+
+    def _drop(self, place: int) -> None:
+        """Whoever is there has it no more."""
+        order = self._order
+        del self.holders[order[place]]
+        last = order.pop()
+        if place < len(order):
+            order[place] = last

@@ -14,7 +14,7 @@ WINDOW = 15
 """Observations: a worker whose speed changes is known anew after about ten."""
 SPEED_QUANTILE = 0.6
 LATENCY_QUANTILE = 0.4
-MIN_SAMPLES = 4
+MIN_SAMPLES = 2
 SHORT_TOKENS = 256
 """Less tells nothing of the speed."""
 LONG_TOKENS = 1024
