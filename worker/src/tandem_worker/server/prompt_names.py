@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from tandem_api.telemetry import MAX_PROMPT_NAME, MAX_PROMPTS
 
-KEPT_SECONDS = 3.0
-"""Gateways ask every second, and may miss an answer."""
-MAX_BYTES = 8 * 1024
-"""Of all names: a sample has other figures too, and half of what a gateway reads."""
+KEPT_SECONDS = 11.0
+"""Gateways ask every second, and each of a thousand workers every ten."""
+MAX_BYTES = 4 * 1024
+"""Of all names, the newest: the other figures of a sample, those of many ranks among them, have the rest of what a
+gateway reads."""
 _NAME = re.compile(rf"[0-9A-Za-z._/-]{{1,{MAX_PROMPT_NAME}}}")
 
 
