@@ -2,19 +2,20 @@
 
     python -m bench.routing --trace conversation_trace.jsonl
 
-Without a trace, conversations are made up. The last line is one JSON object.
+Without a trace, conversations are made up; agents always are. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_sim.synthetic import make_conversations
-from tandem_sim.traces import Arrival, multiply, offered_tokens, read_trace
+from tandem_sim.agents import Agents
+from tandem_sim.synthetic import make_like_conversation
+from tandem_sim.traces import Arrival, multiply, offered_tokens, read
 
 from bench.routing.decision import measure
 from bench.routing.fleet import Fleet
@@ -28,10 +29,17 @@ from bench.routing.policies import (
     SessionHash,
     Tandem,
 )
-from bench.routing.simulate import Replay, replay
+from bench.routing.simulate import Load, Recorded, Replay, replay
+from bench.routing.verdict import FOUR, GREEDY, ONE, Rows, judge
 
 MAX_COPIES = 4
 """Of the recording; beyond that its pace is raised. More copies would only take longer."""
+
+REQUESTS = 12_000
+AGENTS = 35
+"""Of each worker: perfect greedy has half of the workers' time to spare then."""
+AGENTS_TURNS = 4
+"""Of each agent at least, in the mean."""
 
 Build = Callable[[Fleet], Policy]
 
@@ -46,59 +54,82 @@ class Setting:
     def fleet(self, workers: int) -> Fleet:
         return Fleet(workers, tokens_per_second=self.rate, kv_tokens=self.kv_tokens)
 
-    def tandem(self, *, gateways: int = 1, naming: float = 1.0, telemetry: bool = False) -> Build:
+    def tandem(self, *, gateways: int = 1, naming: float = 1.0, telemetry: bool = False, prompts: bool = True) -> Build:
         return lambda fleet: Tandem(
-            fleet, kv_tokens=self.kv_tokens, gateways=gateways, naming=naming, telemetry=telemetry
+            fleet, kv_tokens=self.kv_tokens, gateways=gateways, naming=naming, telemetry=telemetry, prompts=prompts
         )
 
     def policies(self) -> dict[str, Build]:
         return {
+            "least tokens": LeastTokens,
+            "session hash": SessionHash,
+            GREEDY: PerfectGreedy,
+            ONE: self.tandem(telemetry=True),
+            FOUR: self.tandem(gateways=4, telemetry=True),
+            "tandem, 4 gateways, unnamed prompts": self.tandem(gateways=4, telemetry=True, prompts=False),
+        }
+
+    def others(self) -> dict[str, Build]:
+        """What tells little beside those, for `--all`."""
+        return {
             "round robin": RoundRobin,
             "power of two": PowerOfTwo,
-            "least tokens": LeastTokens,
             "prefix only": PrefixOnly,
-            "session hash": SessionHash,
-            "perfect greedy": PerfectGreedy,
-            "tandem": self.tandem(),
-            "tandem, half of the sessions named": self.tandem(naming=0.5),
-            "tandem, no session named": self.tandem(naming=0.0),
-            "tandem, 4 gateways": self.tandem(gateways=4),
-            "tandem, 4 gateways, telemetry": self.tandem(gateways=4, telemetry=True),
+            "tandem, no telemetry": self.tandem(),
+            "tandem, half of the sessions named": self.tandem(telemetry=True, naming=0.5),
+            "tandem, no session named": self.tandem(telemetry=True, naming=0.0),
+            "tandem, 4 gateways, no telemetry": self.tandem(gateways=4),
         }
 
 
 def main() -> None:
     options = _build_parser().parse_args()
-    recording = read_trace(options.trace) if options.trace else make_conversations()
+    recording = read(options.trace) if options.trace else make_like_conversation(3540)
     setting = Setting(rate=options.rate, kv_tokens=options.kv_tokens)
+    policies = setting.policies() | (setting.others() if options.all else {})
     result: dict[str, object] = {
         "trace": options.trace.name if options.trace else "made up",
-        "requests": len(recording),
         "tokens_per_second": setting.rate,
         "kv_tokens": setting.kv_tokens,
     }
-    result["decision"] = _print_decisions()
-    for load in options.load:
-        rows = {}
-        for workers in options.workers:
-            arrivals = _scale(recording, workers, setting.rate, load)
-            title = "as recorded" if not load else f"{load:.0%} of what the workers can compute without caches"
-            rows[str(workers)] = _compare(workers, arrivals, setting, title)
-        result["as recorded" if not load else f"load {load:g}"] = rows
-    result["a quarter lost"] = {str(workers): _lose(workers, recording, setting) for workers in options.lose}
+    if not options.quick:
+        result["decision"] = _print_decisions()
+    cells: dict[str, Rows] = {}
+    for workers in options.workers:
+        for load in options.load:
+            arrivals = _scale(recording, workers, setting.rate, load)[: options.requests]
+            name = f"conversation, {workers} workers" + (", as recorded" if not load else f", load {load:g}")
+            cells[name] = _compare(name, workers, lambda arrivals=arrivals: Recorded(arrivals), setting, policies)
+        agents, requests = options.agents * workers, max(options.requests, AGENTS_TURNS * options.agents * workers)
+        name = f"agents, {workers} workers"
+        cells[name] = _compare(
+            name, workers, lambda agents=agents, requests=requests: Agents(agents, requests=requests), setting, policies
+        )
+    result["cells"] = cells
+    if not options.quick:
+        result["a quarter lost"] = {str(workers): _lose(workers, recording, setting) for workers in options.lose}
+    result["verdict"] = verdict = judge(cells)
+    for name, row in verdict.items():
+        print(f"{name}: {row['value']} (goal {row['goal']}), {'met' if row['met'] else 'not met'}")
     print(json.dumps(result))
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.routing", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.routing", description="Routing policies on simulated workers."
+    )
     parser.add_argument("--trace", type=Path, help="a recording in the format of Mooncake's traces")
-    parser.add_argument("--workers", type=_numbers, default=[4, 16, 64, 1024], metavar="N,N")
+    parser.add_argument("--workers", type=_numbers, default=[4, 16, 64, 256], metavar="N,N")
     parser.add_argument("--rate", type=float, default=16_000, help="prompt tokens that a worker computes per second")
     parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="tokens that a worker's cache holds")
     parser.add_argument(
-        "--load", type=lambda text: [float(part) for part in text.split(",")], default=[0.0], metavar="SHARE,..",
+        "--load", type=lambda text: [float(part) for part in text.split(",")], default=[0.8], metavar="SHARE,..",
         help="of the workers' capacity without caches; 0 replays the recording at its own pace",
     )  # fmt: skip
+    parser.add_argument("--agents", type=int, default=AGENTS, metavar="N", help="that each worker has at a time")
+    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help="of each replay")
+    parser.add_argument("--all", action="store_true", help="policies that tell little beside the others, too")
+    parser.add_argument("--quick", action="store_true", help="neither the cost of a decision nor the loss of workers")
     parser.add_argument("--lose", type=_numbers, default=[4, 16], metavar="N,N", help="fleets that lose a quarter")
     return parser
 
@@ -115,34 +146,37 @@ def _scale(recording: list[Arrival], workers: int, rate: float, load: float) -> 
     return multiply(recording, copies, factor / copies)
 
 
-def _compare(workers: int, arrivals: list[Arrival], setting: Setting, title: str) -> dict[str, dict[str, float]]:
-    print(f"\n{workers} workers, {len(arrivals)} requests, {title}")
-    print(f"{'policy':36} {'hits %':>7} {'TTFT p50':>9} {'p90':>8} {'p99':>8} {'token ms p90':>13}")
+def _compare(
+    title: str, workers: int, build_load: Callable[[], Load], setting: Setting, policies: Mapping[str, Build]
+) -> dict[str, dict[str, float]]:
+    print(f"\n{title}")
+    print(f"{'policy':36} {'hits %':>7} {'TTFT p50':>9} {'p90':>8} {'p99':>8} {'computing %':>12} {'predicted %':>12}")
     rows: dict[str, dict[str, float]] = {}
-    for name, build in setting.policies().items():
+    for name, build in policies.items():
         fleet = setting.fleet(workers)
-        rows[name] = _read(replay(arrivals, fleet, build(fleet)))
-        row = rows[name]
+        policy = build(fleet)
+        rows[name] = row = _read(replay(build_load(), fleet, policy), setting.rate * workers)
+        predicted = ""
+        if isinstance(policy, Tandem):
+            row["predicted"] = round(100 * policy.predicted_share(), 1)
+            predicted = f"{row['predicted']:.1f}"
         print(
             f"{name:36} {row['hits']:7.1f} {row['ttft_p50']:9.3f} {row['ttft_p90']:8.3f} {row['ttft_p99']:8.3f} "
-            f"{row['token_ms_p90']:13.2f}",
+            f"{row['computing']:12.1f} {predicted:>12}",
             flush=True,
         )
-    best, own = rows["perfect greedy"], rows["tandem"]
-    print(
-        f"tandem against perfect greedy: {own['hits'] / best['hits']:.0%} of its hits, "
-        f"{own['ttft_p90'] / best['ttft_p90']:.2f} x its TTFT p90"
-    )
     return rows
 
 
-def _read(seen: Replay) -> dict[str, float]:
+def _read(seen: Replay, tokens_per_second: float) -> dict[str, float]:
     return {
+        "requests": len(seen.at),
         "hits": round(100 * seen.hit_ratio(), 2),
         "ttft_p50": round(seen.ttft_at(50), 4),
         "ttft_p90": round(seen.ttft_at(90), 4),
         "ttft_p99": round(seen.ttft_at(99), 4),
         "token_ms_p90": round(1000 * seen.token_at(90), 3),
+        "computing": round(100 * seen.computed_tokens() / (tokens_per_second * max(1e-9, seen.at[-1])), 1),
     }
 
 
@@ -155,9 +189,9 @@ def _lose(workers: int, recording: list[Arrival], setting: Setting) -> dict[str,
     lifetime = (workers - len(lost)) * setting.kv_tokens / (0.7 * offered_tokens(recording))
     since = min(lose_at + lifetime, recording[-1].at * 0.9)
     fleet = setting.fleet(workers)
-    seen = replay(recording, fleet, setting.tandem()(fleet), lose_at=lose_at, lose=lost)
+    seen = replay(Recorded(recording), fleet, setting.tandem()(fleet), lose_at=lose_at, lose=lost)
     small = setting.fleet(workers - len(lost))
-    steady = replay(recording, small, setting.tandem()(small))
+    steady = replay(Recorded(recording), small, setting.tandem()(small))
     row = {"hits": round(100 * seen.hit_ratio(since), 2), "undisturbed": round(100 * steady.hit_ratio(since), 2)}
     print(
         f"\n{len(lost)} of {workers} workers lost at {lose_at:.0f} s: {row['hits']:.1f}% hits from {since:.0f} s on, "

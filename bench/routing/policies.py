@@ -103,13 +103,24 @@ class Tandem:
     """The gateway's scheduling code as it is, in one or several gateways that do not talk to each other."""
 
     def __init__(
-        self, fleet: Fleet, *, kv_tokens: int, gateways: int = 1, naming: float = 1.0, telemetry: bool = False
+        self,
+        fleet: Fleet,
+        *,
+        kv_tokens: int,
+        gateways: int = 1,
+        naming: float = 1.0,
+        telemetry: bool = False,
+        prompts: bool = True,
     ) -> None:
         """`naming`: the share of sessions whose client sends `x-session-affinity`. `telemetry`: workers tell their
-        queue and eviction horizon four times a second.
+        queue and eviction horizon four times a second, and with `prompts` the names of prompts that they have begun.
         """
         self._fleet = fleet
         self._telemetry = telemetry
+        self._begun: dict[int, list[str]] | None = {} if telemetry and prompts else None
+        """Names of prompts, by worker, since workers last told."""
+        self.predictions: list[tuple[float | None, float]] = []
+        """Seconds to the first token, as predicted (None: too little was known) and as they came."""
         self._told_at = 0.0
         self._told = np.zeros(fleet.count), np.zeros(fleet.count)
         self._workers = [
@@ -147,6 +158,9 @@ class Tandem:
         assert self._pending is not None
         scheduler, choice, demand = self._pending
         reservation = scheduler.reserve(choice, demand, arrival.at)
+        self.predictions.append((reservation.expected, result.first_token - arrival.at))
+        if self._begun is not None and (name := scheduler.name_prompt(choice, demand)):
+            self._begun.setdefault(worker, []).append(name)
 
         def begin(now: float) -> None:
             scheduler.accept(choice, demand, reservation, now)
@@ -165,6 +179,11 @@ class Tandem:
             self._plan(result.first_token + part * seconds, lambda now: reservation.progress(arrival.output // 4, now))
         self._plan(result.end, end)
 
+    def predicted_share(self) -> float:
+        """Of the first tokens, those that came within a fifth of what was predicted."""
+        right = sum(told is not None and 0.8 * seen <= told <= 1.25 * seen for told, seen in self.predictions)
+        return right / max(1, len(self.predictions))
+
     def lose(self, workers: set[int]) -> None:
         self._workers = [worker for worker in self._workers if self._numbers[worker.name] not in workers]
         for scheduler in self._schedulers:
@@ -175,13 +194,20 @@ class Tandem:
         fleet = self._fleet
         queued = np.where(np.isinf(fleet.free_at), 0.0, np.maximum(fleet.free_at - now, 0.0) * fleet.rate)
         evicted = fleet.evicted_until.copy()
-        for number in np.flatnonzero((queued != self._told[0]) | (evicted != self._told[1])):
+        begun: dict[int, list[str]] = self._begun or {}
+        changed = {int(number) for number in np.flatnonzero((queued != self._told[0]) | (evicted != self._told[1]))}
+        for number in sorted(changed | begun.keys()):
             for scheduler in self._schedulers:
                 endpoint = scheduler.endpoints.get(f"w-{number}")
                 if endpoint is not None:
                     scheduler.observe(
-                        endpoint, now, queued_tokens=float(queued[number]), evicted_until=float(evicted[number])
+                        endpoint,
+                        now,
+                        queued_tokens=float(queued[number]),
+                        evicted_until=float(evicted[number]),
+                        prompts=begun.get(number, ()),
                     )
+        begun.clear()
         self._told = queued, evicted
 
     def _plan(self, at: float, act: Callable[[float], None]) -> None:

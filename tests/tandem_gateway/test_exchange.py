@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from tandem_api.launch import GatewayQueue, GatewayRouting
 from tandem_api.names import Role
+from tandem_api.telemetry import WorkerTelemetry
 from tandem_gateway import exchange as exchange_module
 
 
@@ -288,6 +290,47 @@ async def test_a_connection_closed_while_idle_costs_no_attempt_and_no_back_off(
     await worker.start(port)
     assert (await read_answer(running, chat()))[0] == 200
     assert running.gateway.scheduler.endpoints["pod-d"].health.total == 0
+
+
+async def test_a_gateway_finds_what_another_one_has_sent_through_what_workers_tell(
+    start_gateway, start_worker, chat
+) -> None:
+    """The name that one gateway gives a prompt is all that the other one hears of it."""
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    one, other = await start_gateway(*workers), await start_gateway(*workers)
+    history: list[dict[str, str]] = []
+    before = None
+    for turn in range(6):
+        history.append({"role": "user", "content": f"{turn} {'so it goes ' * 400}"})
+        running = (one, other)[turn % 2]
+        body = chat(messages=history, headers="x-tandem-prompt: a client's own\r\n")
+        assert (await read_answer(running, body))[0] == 200
+        asked = next(worker for worker in workers if worker.received)
+        name = asked.received.pop().headers["x-tandem-prompt"]
+        assert re.fullmatch("[0-9a-f]{32}", name)
+        assert not any(worker.received for worker in workers)
+        for gateway in (one, other):
+            for busy in workers:  # the least loaded is never who has the conversation
+                endpoint = gateway.gateway.scheduler.endpoints[busy.worker.name]
+                endpoint.charge((500 if busy is asked else 0) - endpoint.prefill_tokens, 0)
+            told = telemetry(asked.worker.name, [name])
+            gateway.gateway.take_sample(gateway.gateway.scheduler.endpoints[asked.worker.name].worker, told)
+        if turn:
+            assert asked is before
+        before = asked
+    for gateway in (one, other):
+        for endpoint in gateway.gateway.scheduler.endpoints.values():
+            endpoint.charge(-endpoint.prefill_tokens, 0)
+    assert (await read_answer(one, chat()))[0] == 200
+    assert "x-tandem-prompt" not in next(w.received for w in workers if w.received)[0].headers  # too short
+
+
+def telemetry(pod: str, prompts: list[str]) -> WorkerTelemetry:
+    return WorkerTelemetry(
+        model_name="m", role=Role.DECODE, revision="r", pod=pod, draining=False, running_requests=0, queued_requests=0,
+        running_tokens=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_cached=0, kv_blocks_total=0,
+        kv_eviction_horizon=0.0, prompts=prompts,
+    )  # fmt: skip
 
 
 async def test_the_decode_worker_gets_the_body_untouched_and_the_prefill_workers_named(

@@ -52,6 +52,9 @@ HEADER_PREFILL = "x-tandem-prefill"
 HEADER_STEP_SECONDS = "x-tandem-step-seconds"
 """Gateway to decode worker: it is to compute the prompt itself although prefill workers are there, and a step of its
 engine with a part of that prompt takes at most so many seconds, so that streams beside it keep their pace."""
+HEADER_PROMPT = "x-tandem-prompt"
+"""Gateway to decode worker: a name of the prompt, which the worker tells all gateways (`WorkerTelemetry.prompts`) and
+understands nothing of."""
 HEADER_REQUEST_ID = "x-request-id"
 """Accepted from the client or made by the gateway; echoed on every response and written to every log line."""
 HEADER_DECODE_WORKER = "x-tandem-decode-worker"

@@ -12,6 +12,9 @@ from tandem_api.names import Role
 MOST = 2**63 - 1
 """No figure is larger: sums and products of such figures are still numbers."""
 Amount = Annotated[FiniteFloat, Field(ge=0, le=MOST)]
+MAX_PROMPT_NAME = 128
+MAX_PROMPTS = 128
+"""Names in one sample; with other figures less than the 16 KiB that gateways read."""
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
@@ -95,6 +98,11 @@ class WorkerTelemetry(Wire):
     vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None
     nvlink_rx_bytes_per_second: Amount | None = None
+    prompts: Annotated[list[Annotated[str, Field(max_length=MAX_PROMPT_NAME)]], Field(max_length=MAX_PROMPTS)] = Field(
+        default_factory=list[str]
+    )
+    """Names of the prompts that it has begun lately, the newest last, as gateways gave them in `names.HEADER_PROMPT`:
+    so each of several gateways learns where a conversation is."""
     ranks: Annotated[list[RankTelemetry], Field(max_length=4096)] = Field(default_factory=list[RankTelemetry])
     """GPUs of all ranks that tell of theirs; empty on a CPU. The figures before are those of the first rank."""
     kv_transfer_bytes_per_second: Amount | None = None

@@ -20,6 +20,7 @@ from tandem_api.names import (
     HEADER_LENIENT,
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
+    HEADER_PROMPT,
     HEADER_QUEUE_SECONDS,
     HEADER_REQUEST_ID,
     HEADER_RESUME,
@@ -50,6 +51,7 @@ from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     KEPT,
     REQUESTS_FAULT,
+    SHORT_CHUNKS,
     Choice,
     Decision,
     Endpoint,
@@ -89,6 +91,7 @@ slow client, or while it is, the worker is not to blame."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
+_PROMPT = HEADER_PROMPT.encode() + b": %b\r\n"
 _QUEUE_SECONDS = HEADER_QUEUE_SECONDS.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
@@ -305,22 +308,30 @@ class Exchange:
         if self.trace is not None:
             self.trace.chose(self, choice, began, resumes=continuation is not None)
         if choice.decode.worker.engine != "Tandem":
-            order = Order(
-                method=request.method, path=request.path, headers=request.headers, body=request.body,
-                request_id=self.request_id, choice=choice, fresh=suspect,
-            )  # fmt: skip
-            try:
-                self._call = context.engines[choice.decode.worker.engine].start(self, order)
-            except RequestError as error:
-                self._fail(error)
-                return False
-            return True
+            return self._start_elsewhere(choice, fresh=suspect)
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
-        head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
+        line = context.token_line
+        if len(demand.prefix) >= SHORT_CHUNKS:
+            line += _PROMPT % context.scheduler.name_prompt(choice, demand).encode()
+        head = build_request_head(request, choice, self.request_id, line, len(journal) if keeps else None)
         self._call = context.link(choice.decode).start(
             self, head, journal + request.body, fresh=suspect, elsewhere=self._can_go_elsewhere
         )
+        return True
+
+    def _start_elsewhere(self, choice: Choice, *, fresh: bool) -> bool:
+        """Send the request to a worker of another project's engine. False: it has failed."""
+        request = self.request
+        order = Order(
+            method=request.method, path=request.path, headers=request.headers, body=request.body,
+            request_id=self.request_id, choice=choice, fresh=fresh,
+        )  # fmt: skip
+        try:
+            self._call = self._context.engines[choice.decode.worker.engine].start(self, order)
+        except RequestError as error:
+            self._fail(error)
+            return False
         return True
 
     def _can_go_elsewhere(self) -> bool:
@@ -995,13 +1006,14 @@ def _may_go_on(worker: Worker, continuation: Continuation) -> bool:
 
 
 def build_request_head(
-    request: Request, choice: Choice, request_id: bytes, token_line: bytes, journal_bytes: int | None
+    request: Request, choice: Choice, request_id: bytes, own_lines: bytes, journal_bytes: int | None
 ) -> bytes:
     """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged.
 
+    `own_lines` are the gateway's token and the name of the prompt.
     `journal_bytes` go before the body of a stream: 0 where it begins. None: the answer has no journal.
     """
-    more, length, headers = token_line, len(request.body), request.headers
+    more, length, headers = own_lines, len(request.body), request.headers
     for name in _FORWARDED:
         if name in headers:
             more += name + b": " + headers[name] + b"\r\n"

@@ -216,6 +216,7 @@ class Gateway:
             queued_tokens=sample.queued_prefill_tokens,
             evicted_until=evicted_until,
             kv_tokens=sample.kv_blocks_total * sample.kv_block_size if sample.kv_block_size else None,
+            prompts=sample.prompts,
         )
 
     def link(self, endpoint: Endpoint) -> Link:
@@ -731,6 +732,8 @@ class Gateway:
         worker, reason = endpoint.worker, endpoint.health.reason
         admitted = endpoint.level >= 0
         telemetry, age = self._surroundings.find_sample(worker) or (None, None)
+        if telemetry is not None and telemetry.prompts:  # for gateways alone
+            telemetry = telemetry.model_copy(update={"prompts": []})
         return WorkerReport(
             name=worker.name,
             address=worker.address,

@@ -132,14 +132,14 @@ def test_work_is_bounded_by_candidates_not_by_endpoints(roles: tuple) -> None:
         for endpoint in scheduler.endpoints.values():
             endpoint.charge(100, 0)
         seen = []
-        original = type(endpoint).backlog
+        original = type(endpoint).find_queue
 
-        def backlog(self, now: float, original=original, seen=seen) -> float:
+        def find_queue(self, now: float, original=original, seen=seen) -> float:
             seen.append(self)
             return original(self, now)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(endpoint), "backlog", backlog)
+            patch.setattr(type(endpoint), "find_queue", find_queue)
             scheduler.choose(make_demand(), 0.0)
         looked[count] = len(seen)
     assert 0 < looked[1024] <= looked[64] + 2 <= 16

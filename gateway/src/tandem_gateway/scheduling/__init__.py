@@ -14,10 +14,10 @@ from tandem_gateway.scheduling.endpoint import Endpoint, Worker
 from tandem_gateway.scheduling.health import REQUESTS_FAULT, Outcome, classify_status
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, missing_role
-from tandem_gateway.scheduling.scheduler import Scheduler
+from tandem_gateway.scheduling.scheduler import SHORT_CHUNKS, Scheduler
 
 __all__ = [
-    "KEPT", "REQUESTS_FAULT", "Choice", "Decision", "Demand", "Endpoint", "Estimator", "Outcome", "Reservation",
-    "Scheduler", "Terms", "Verdict", "Worker", "classify_status", "describe_choice", "describe_decision",
-    "missing_role", "predict",
+    "KEPT", "REQUESTS_FAULT", "SHORT_CHUNKS", "Choice", "Decision", "Demand", "Endpoint", "Estimator", "Outcome",
+    "Reservation", "Scheduler", "Terms", "Verdict", "Worker", "classify_status", "describe_choice",
+    "describe_decision", "missing_role", "predict",
 ]  # fmt: skip

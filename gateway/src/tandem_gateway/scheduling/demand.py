@@ -27,6 +27,8 @@ class Demand:
     """Seed for the ring; equal for the turns of one session. 0: nothing names the session, its prefix must."""
     short: bytes = b""
     """A prompt that is too short for chunks; of others nothing."""
+    shared: int = 0
+    """The last entry of what many prompts begin with, as far as this one does; found when it is placed. 0: nothing."""
     local: bool = False
     """Nothing is decoded: the worker that answers computes the prompt itself."""
     stream: bool = True

@@ -116,8 +116,8 @@ class Endpoint:
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
         "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
-        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker",
-        "working_since",
+        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "told", "told_at",
+        "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -136,6 +136,10 @@ class Endpoint:
         """Both and `others`, in prefill tokens."""
         self.others = 0
         """What other gateways have there, as the worker told last."""
+        self.told = 0.0
+        """Prompt tokens in its queue at `told_at`, whoever sent them: as it told last, and what was sent since from
+        here."""
+        self.told_at = 0.0
         self.kv_tokens = worker.kv_tokens
         self.kv_written = 0
         """Tokens its cache has taken in so far: what was written before the last `kv_tokens` of them is evicted."""
@@ -171,15 +175,19 @@ class Endpoint:
 
     def charge(self, prefill: int, decode: int, others: int = 0) -> None:
         """Change what is outstanding."""
-        self.prefill_tokens += prefill
-        self.decode_tokens += decode
-        self.others += others
-        change = prefill + DECODE_WEIGHT * decode + others
+        change = DECODE_WEIGHT * decode + prefill
+        if prefill:
+            self.prefill_tokens += prefill
+        if decode:
+            self.decode_tokens += decode
+        if others:
+            self.others += others
+            change += others
         self.load = load = self.load + change
         pool = self.pool
-        if self.level >= 0 and pool is not None:
+        if pool is not None and self.level >= 0:
             pool.load += change
-            if not self.level_from <= load < self.level_below:
+            if load >= self.level_below or load < self.level_from:
                 pool.relevel(self)
 
     def count_end(self, *, failed: bool) -> None:
@@ -201,15 +209,37 @@ class Endpoint:
         self.heard_at = self.quiet_since = now
         self.deserted = 0
 
-    def backlog(self, now: float) -> float:
-        """Its load, less what it has probably computed of the prompt that it is at."""
+    def find_queue(self, now: float) -> float:
+        """Prompt tokens here that are probably not yet computed, whoever sent them: what it told, less what it has
+        computed since, and at least what this gateway waits for."""
         tokens = self.prefill_tokens
         speed = self.speed.value
-        if not tokens or not speed:
-            return self.load
+        if not speed:
+            return tokens + self.others
+        told = self.told
+        if told:
+            told -= speed * (now - self.told_at)
+        if not tokens:
+            return told if told > 0 else 0.0
         done = speed * (now - self.working_since)
         most = _MOST_DONE * tokens
-        return self.load - (done if done < most else most)
+        own = tokens - (done if done < most else most)
+        return told if told > own else own
+
+    def backlog(self, now: float) -> float:
+        """Its load, less what it has probably computed of its prompts."""
+        return self.find_queue(now) + DECODE_WEIGHT * self.decode_tokens
+
+    def tell(self, queued: float, now: float) -> None:
+        """The worker says how many prompt tokens are in its queue."""
+        others = int(queued - self.prefill_tokens)
+        self.charge(0, 0, (others if others > 0 else 0) - self.others)
+        self.told, self.told_at = queued, now
+
+    def add_told(self, tokens: int, now: float) -> None:
+        """This gateway sends so many more."""
+        told = self.told - self.speed.value * (now - self.told_at)
+        self.told, self.told_at = (told if told > 0 else 0.0) + tokens, now
 
     @property
     def state(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.prefix import Holding
+from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
 
 _TOKENS_PER_STEP = 32
@@ -52,8 +52,12 @@ class Reservation:
         """The request that it belongs to."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
-        self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
-        """Tokens before its first token, its own included."""
+        self.work = work = prefill_tokens
+        if prefill.prefill_tokens or prefill.told:
+            self.work = work = prefill_tokens + prefill.find_queue(now)
+        """Prompt tokens to compute before its first token, its own included."""
+        if prefill.told:
+            prefill.add_told(prefill_tokens, now)
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1
@@ -70,7 +74,7 @@ class Reservation:
             prefill.requests += 1
             prefill.owing[self] = None
         own = conversion.decode_seconds if conversion is not None and self._converted else None
-        self.expected = expected = prefill.speed.predict(self.work) if own is None else own
+        self.expected = expected = prefill.speed.predict(work) if own is None else own
         """Seconds until its first token, or None while too little is known."""
         if not stream:  # how long an answer in one piece is, nobody knows before it is there
             expected = prefill.speed.predict(self.work + _PATIENT_TOKENS * decode_tokens)
@@ -85,13 +89,20 @@ class Reservation:
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
+        prefill = self._prefill
         if self._prefilling:
             if self._converted:
                 self._learn_own(now)
             else:
-                self._prefill.speed.observe(self.work, now - self.since)
-            self._prefill.working_since = now
-            self._end_prefill()
+                prefill.speed.observe(self.work, now - self.since)
+            prefill.working_since = now
+            if prefill is self._decode:  # inlined `_end_prefill`
+                self._prefilling = False
+                if self._converted:
+                    prefill.own.end(self._prefill_tokens)
+                prefill.charge(-self._prefill_tokens, 0)
+            else:
+                self._end_prefill()
         if self._owing:
             self._end_owing(now)
 
@@ -173,10 +184,13 @@ class Reservation:
             self._prefill.requests -= 1
 
     def _end_owing(self, now: float) -> None:
-        self._decode.hear(now)
-        if self._prefill is not self._decode:
-            self._prefill.hear(now)
-        self._stop_owing()
+        decode, prefill = self._decode, self._prefill
+        decode.hear(now)
+        self._owing = False  # inlined `_stop_owing`
+        del decode.owing[self]
+        if prefill is not decode:
+            prefill.hear(now)
+            del prefill.owing[self]
 
     def _stop_owing(self) -> None:
         self._owing = False

@@ -1,10 +1,14 @@
 """From the pools of a model to the pair that serves a request.
 
 The cost of an endpoint is work in tokens that stands before this request's first token, its own included. Candidates
-are who holds the prompt's prefix, the session's homes on the ring, and the least loaded: a fixed number, however many
-endpoints there are. The session's home is taken while it costs at most `SLACK` of the mean load more than the best
-candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint. The same holds for
-revisions, over which sessions spread in proportion to what each can serve.
+are who holds the prompt's prefix, the session's homes on the ring, some who hold what many prompts begin with, and the
+least loaded: a fixed number, however many endpoints there are. The session's home is taken while it costs at most
+`SLACK` of the mean load more than the best candidate: affinity with bounded load, so nobody starves and no session
+piles up on one endpoint. The same holds for revisions, over which sessions spread in proportion to what each can serve.
+
+Several gateways choose alike where each knows what the others do: queues as workers tell them, prompts as workers name
+them (`hearsay`). Where workers name none, a session's home is what all agree on, and counts for more the more of what
+this gateway has not seen turns out to be cached.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from tandem_api.names import Role
 from tandem_gateway.scheduling.canary import BY_REVISION, find_point
 from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.demand import Demand
-from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint
 from tandem_gateway.scheduling.pool import Pool
+from tandem_gateway.scheduling.shared import SharedPrefix
 
 SLACK = 0.25
 """Share of the pool's mean load."""
@@ -34,6 +39,8 @@ MOVE_WEIGHT = 0.0625
 MOST_DECODE_LOAD = 2.0
 MAX_IDLE = 3
 """Least loaded endpoints that are candidates."""
+MAX_SHARERS = 3
+"""Holders of the system prompt, say, that are candidates, others each time."""
 MAX_PREFILL = 3
 """Prefill endpoints named to the decode worker: the best and two alternates."""
 
@@ -85,28 +92,43 @@ def pick(
     seed: int,
     cached: Mapping[Endpoint, int],
     turn: int,
-    shared: int,
+    shared: SharedPrefix | None,
+    shared_tokens: int,
     unseen: float,
     now: float,
     excluded: Collection[str],
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-    `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
-    that a session's home has all the same. `turn` stands for a request that has no `seed`. In a revision without
-    prefill endpoints decode workers compute prompts themselves; one whose engine cannot serves nobody there.
+    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `unseen` the
+    share of the rest that a session's home is taken to have all the same. `turn` stands for a request that has no
+    `seed`. In a revision without prefill endpoints decode workers compute prompts themselves; one whose engine cannot
+    serves nobody there.
     """
     offers: list[Offer] = []
     for group in groups:
         cost, prefills, costs = 0.0, _NOBODY, _NO_COSTS
+        grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
         if group.prefills.available and not demand.local:
             prefill, costs = _rank(
-                group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
+                group.prefills,
+                demand,
+                seed,
+                cached,
+                shared,
+                shared_tokens,
+                grows,
+                unseen,
+                now,
+                excluded,
+                RECOMPUTE_WEIGHT,
             )
             if prefill is not None:
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        decode, own = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
+        decode, own = _rank(
+            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight
+        )
         if decode is not None and (prefills or demand.local or not decode.worker.needs_prefill):
             offers.append((cost + own[decode], prefills, decode, group, costs, own))
     if not offers:
@@ -114,9 +136,11 @@ def pick(
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
     _, prefills, decode, _, _, _ = offer
     prompt = demand.prompt_tokens
-    known = hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
-    if prefills:
-        known = max(hit, min(prompt, cached.get(decode, shared)))
+    known = hit = 0
+    if cached or shared is not None:
+        known = hit = min(prompt, count_cached(prefills[0] if prefills else decode, cached, shared, shared_tokens))
+        if prefills:
+            known = max(hit, min(prompt, count_cached(decode, cached, shared, shared_tokens)))
     return Choice(decode, prefills, prompt - hit, hit, known, offers)
 
 
@@ -175,38 +199,76 @@ def _rank(
     demand: Demand,
     seed: int,
     cached: Mapping[Endpoint, int],
-    shared: int,
+    shared: SharedPrefix | None,
+    shared_tokens: int,
+    grows: bool,
     unseen: float,
     now: float,
     excluded: Collection[str],
     weight: float,
 ) -> tuple[Endpoint | None, dict[Endpoint, float]]:
-    """The best candidate, and what each costs."""
-    costs: dict[Endpoint, float] = {}
+    """The best candidate, and what each costs. `grows`: homes count as if they had `shared`, so that they get it."""
     if not pool.available:
-        return None, costs
+        return None, {}
     prompt = demand.prompt_tokens
-    whole = weight * (prompt - shared) if prompt > shared else 0.0
+    whole = weight * prompt
+    part = weight * (prompt - shared_tokens) if prompt > shared_tokens else 0.0
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
     candidates = homes
     if len(homes) < pool.available:
-        candidates = homes + pool.find_idle(MAX_IDLE, excluded)
-    for endpoint in candidates:
-        costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
+        candidates = homes + pool.find_idle(MAX_IDLE, excluded, demand.prefix[-1] if demand.prefix else 0)
+    costs: dict[Endpoint, float] = dict.fromkeys(candidates, whole)
+    if shared is not None:
+        _weigh_sharers(costs, shared, homes if grows else _NOBODY, pool, part, excluded)
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
-            load = endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load
-            costs[endpoint] = load + weight * (prompt - tokens) if tokens < prompt else load
-    if unseen and homes:
-        costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
+            costs[endpoint] = weight * (prompt - tokens) if tokens < prompt else 0.0
     if not costs:
         return None, costs
-    lowest = min(costs.values())
-    limit = lowest + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+    if unseen and homes:
+        known = count_cached(homes[0], cached, shared, shared_tokens)
+        costs[homes[0]] -= unseen * weight * max(0, prompt - known)
+    for endpoint in costs:
+        if endpoint.prefill_tokens or endpoint.told:  # inlined `Endpoint.backlog`
+            costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens
+        else:
+            costs[endpoint] += endpoint.load
+    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * part
     for home in homes:
         if costs[home] <= limit:
             return home, costs
     return min(costs, key=costs.__getitem__), costs
+
+
+def _weigh_sharers(
+    costs: dict[Endpoint, float],
+    shared: SharedPrefix,
+    growing: list[Endpoint],
+    pool: Pool,
+    part: float,
+    excluded: Collection[str],
+) -> None:
+    """Who has what many share computes only the rest. `growing` are taken for such; some who are become candidates."""
+    holders = shared.holders
+    for endpoint in costs:
+        holding = holders.get(endpoint)
+        if holding is not None and holding.alive():
+            costs[endpoint] = part
+    for endpoint in growing:
+        costs[endpoint] = part
+    for endpoint in shared.sample(MAX_SHARERS, pool):
+        if not (excluded and endpoint.worker.name in excluded):
+            costs[endpoint] = part
+
+
+def count_cached(
+    endpoint: Endpoint, cached: Mapping[Endpoint, int], shared: SharedPrefix | None, shared_tokens: int
+) -> int:
+    """Tokens of the prompt that an endpoint probably has."""
+    tokens = cached.get(endpoint)
+    if tokens is None:
+        return shared_tokens if shared is not None and shared.has(endpoint) else 0
+    return tokens
 
 
 def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:

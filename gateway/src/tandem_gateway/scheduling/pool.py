@@ -6,7 +6,8 @@ tokens counts as idle. Moving on a change of load, finding the least loaded and 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.ring import Ring
@@ -86,14 +87,20 @@ class Pool:
         self._take(endpoint)
         self._put(endpoint, find_level(endpoint.load))
 
-    def find_idle(self, count: int, excluded: Collection[str]) -> list[Endpoint]:
-        """The `count` least loaded that may be chosen, by bucket; within one, who has been there longest is first."""
+    def find_idle(self, count: int, excluded: Collection[str], start: int = 0) -> list[Endpoint]:
+        """The `count` least loaded that may be chosen, by bucket. Within one, `start` says where to begin: gateways
+        that hear the same of workers have them in the same order, and would all send to the first.
+        """
         found: list[Endpoint] = []
         filled = self._filled
         while filled:
             lowest = filled & -filled
             filled ^= lowest
-            for endpoint in self._buckets[lowest.bit_length() - 1]:
+            bucket: Iterable[Endpoint] = self._buckets[lowest.bit_length() - 1]
+            spare = len(self._buckets[lowest.bit_length() - 1]) - count
+            if spare > 0 and start:
+                bucket = islice(bucket, start % (spare + 1), None)
+            for endpoint in bucket:
                 if not (excluded and endpoint.worker.name in excluded):
                     found.append(endpoint)
                     if len(found) == count:

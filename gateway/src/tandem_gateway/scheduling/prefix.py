@@ -12,16 +12,17 @@ renews a whole chain, and eviction forgets whole generations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from xxhash import xxh3_64_intdigest
 
 from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.holding import Holders, Holding, merge
+from tandem_gateway.scheduling.shared import DECAY, SharedPrefix
 
 CHUNK_BYTES = 1024
 """About 256 tokens of English. Smaller chunks see shorter shared prefixes at a higher price per prompt."""
-MAX_HOLDERS = 4
-"""Named by one entry, the newest."""
 MAX_MATCHES = 4
 """Endpoints that `match` finds: more would only cost time."""
 MIN_ENTRIES = 10_922
@@ -29,33 +30,15 @@ MAX_ENTRIES = 699_050
 """Entries of one generation; both are about 110 MB then."""
 BRANCHES = 8
 """Prompts that part after an entry make it a shared one: the end of a system prompt, say."""
-MAX_SHARED_CHUNKS = 64
+MAX_SHARED_CHUNKS = 256
+"""Longer beginnings are conversations that many go on with, not system prompts."""
+MAX_SHARED = 512
+"""Shared entries, the last used. With all their holders about 25 MB."""
 _MAX_BRANCHES = 4096
 MAX_SESSIONS = 8192
 """Sessions of short prompts, about 4 MB."""
 
 
-class Holding:
-    """One endpoint's copy of a prompt: when it was last used, and how much its cache had taken in by then."""
-
-    __slots__ = ("endpoint", "used_at", "written")
-
-    def __init__(self, endpoint: Endpoint, now: float) -> None:
-        self.endpoint = endpoint
-        self.used_at = now
-        self.written = endpoint.kv_written
-
-    def alive(self) -> bool:
-        """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
-        endpoint = self.endpoint
-        return (
-            endpoint.kv_written - self.written < endpoint.kv_tokens
-            and self.used_at >= endpoint.evicted_until
-            and not endpoint.gone
-        )
-
-
-Holders = tuple[Holding, ...]
 _NO_SESSION: list[tuple[Endpoint, int]] = []
 
 
@@ -82,19 +65,23 @@ class PrefixIndex:
     """
 
     __slots__ = (
-        "_branches", "_old", "_old_sessions", "_shared", "_shared_depths", "_young", "_young_sessions", "generation",
+        "_branches", "_old", "_old_sessions", "_shared", "_weight", "_young", "_young_sessions", "generation",
+        "prompts",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = MIN_ENTRIES
         """Entries of one generation; only a single prompt that is longer can exceed it."""
+        self.prompts = 0
+        """Recorded so far."""
+        self._weight = 0.0
+        """The same, older ones for less."""
         self._young: dict[int, Holders] = {}
         self._old: dict[int, Holders] = {}
         self._branches: dict[int, int] = {}
         """How many prompts parted after an entry. Oldest first."""
-        self._shared: set[int] = set()
-        """Entries after which many prompts parted, and at what depths there are any, deepest first."""
-        self._shared_depths: list[int] = []
+        self._shared: dict[int, SharedPrefix] = {}
+        """Entries after which many prompts parted, the last used at the end."""
         self._young_sessions: dict[int, tuple[Holders, int, int, int]] = {}
         self._old_sessions: dict[int, tuple[Holders, int, int, int]] = {}
         """Who holds a short session, how many tokens it has, and length and hash of its last prompt; two generations,
@@ -114,13 +101,15 @@ class PrefixIndex:
             generation = (generation * 3 // 2 + 1) * 2 * 2 // 3
         self.generation = generation
 
-    def match(self, chain: list[int], above: int = 0, chunk_tokens: float = 1.0) -> dict[Endpoint, int]:
+    def match(
+        self, chain: list[int], above: int = 0, chunk_tokens: float = 1.0, depth: int | None = None
+    ) -> dict[Endpoint, int]:
         """For each endpoint that holds more than `above` leading chunks their number times `chunk_tokens`, deepest
-        first; O(log n).
+        first; O(log n). `depth` is what `locate` found, where it was asked.
         """
         found: dict[Endpoint, int] = {}
         young, old = self._young, self._old
-        depth = self.find_depth(chain)
+        depth = self.find_depth(chain) if depth is None else depth
         step = 0
         last: Holders | None = None
         while depth > above:
@@ -153,15 +142,36 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
+    def locate(self, chain: list[int]) -> tuple[int, SharedPrefix | None]:
+        """How many leading entries are known, and the longest of them that many prompts begin with; O(log n).
+
+        Who was recorded last with an entry knew what is shared of it. What has come to be shared since shows once a
+        prompt that goes beyond it is recorded again.
+        """
+        depth = self.find_depth(chain)
+        if not depth:
+            return 0, None
+        entry = chain[depth - 1]
+        shared = (self._young.get(entry) or self._old[entry])[-1].shared
+        while shared is not None and (shared.depth > depth or not shared.live):
+            shared = shared.parent
+        return depth, shared
+
     def record(self, chain: list[int], endpoints: tuple[Endpoint, ...], now: float) -> Holding:
         """`endpoints` now hold this prompt, of one chunk at least. Returns the last one's copy."""
         if len(self._young) + len(chain) > self.generation:
             self._old, self._young = self._young, {}
-        known = self.find_depth(chain)
+        known, shared = self.locate(chain)
         if 0 < known < len(chain):
-            self._count_branch(chain[known - 1], known)
+            shared = self._count_branch(chain[known - 1], known, shared)
         young, old = self._young, self._old
-        news: Holders = tuple([Holding(endpoint, now) for endpoint in endpoints])
+        news: Holders = tuple([Holding(endpoint, now, shared) for endpoint in endpoints])
+        self.prompts += 1
+        self._weight = self._weight * DECAY + 1
+        self.share(shared, news)
+        while shared is not None:
+            shared.count(self.prompts, self._weight)
+            shared = shared.parent
         before: Holders | None = None
         after = news
         for entry in chain:
@@ -170,7 +180,7 @@ class PrefixIndex:
                 young[entry] = news
                 continue
             if holders is not before:
-                before, after = holders, _merge(holders, news, endpoints)
+                before, after = holders, merge(holders, news, endpoints)
             young[entry] = after
         return news[-1]
 
@@ -201,27 +211,41 @@ class PrefixIndex:
         self._young_sessions[seed] = holders, tokens, len(prompt), xxh3_64_intdigest(prompt)
         return holders[-1]
 
-    def count_shared(self, chain: list[int]) -> int:
-        """How many leading entries many prompts share, the end of a system prompt being the last: whoever serves this
-        model has them, and what comes after them stands for a conversation that has no other name.
-        """
-        for depth in self._shared_depths:
-            if depth <= len(chain) and chain[depth - 1] in self._shared:
-                return depth
-        return 0
+    def share(self, shared: SharedPrefix | None, holdings: Iterable[Holding]) -> None:
+        """These have what many prompts begin with, and so what that begins with."""
+        if shared is not None and shared.live:
+            self._shared[shared.entry] = self._shared.pop(shared.entry)
+        while shared is not None:
+            for holding in holdings:
+                shared.hold(holding)
+            shared = shared.parent
 
-    def _count_branch(self, entry: int, depth: int) -> None:
+    def find_shared(self, entry: int) -> SharedPrefix | None:
+        """What ends with this entry, where many prompts begin with it."""
+        return self._shared.get(entry)
+
+    def count_shared(self, chain: list[int]) -> int:
+        """How many leading entries many prompts share, the end of a system prompt being the last: what comes after them
+        stands for a conversation that has no other name.
+        """
+        shared = self.locate(chain)[1]
+        return 0 if shared is None else shared.depth
+
+    def holds(self, entry: int, endpoint: Endpoint) -> bool:
+        """Whether this gateway has lately sent there what ends with this entry."""
+        holders = self._young.get(entry)
+        return holders is not None and any(holding.endpoint is endpoint for holding in holders)
+
+    def _count_branch(self, entry: int, depth: int, shared: SharedPrefix | None) -> SharedPrefix | None:
+        """A prompt parts after this entry. Returns the longest beginning of it that many share now."""
         branches = self._branches
         count = branches[entry] = branches.pop(entry, 0) + 1
-        if count == BRANCHES and depth <= MAX_SHARED_CHUNKS:
-            self._shared.add(entry)
-            self._shared_depths = sorted({depth, *self._shared_depths}, reverse=True)
+        if count >= BRANCHES and depth <= MAX_SHARED_CHUNKS and entry not in self._shared:
+            shared = self._shared[entry] = SharedPrefix(entry, depth, shared)
+            for holding in self._young.get(entry) or self._old.get(entry) or ():
+                shared.hold(holding)
+            if len(self._shared) > MAX_SHARED:
+                self._shared.pop(next(iter(self._shared))).live = False
         if len(branches) > _MAX_BRANCHES:
             self._branches = dict(list(branches.items())[_MAX_BRANCHES // 2 :])
-            self._shared &= self._branches.keys()
-
-
-def _merge(holders: Holders, news: Holders, endpoints: tuple[Endpoint, ...]) -> Holders:
-    """The newest of both."""
-    kept = [holding for holding in holders if holding.endpoint not in endpoints]
-    return (*kept, *news)[-MAX_HOLDERS:]
+        return shared

@@ -7,18 +7,26 @@ from collections.abc import Mapping
 from tandem_gateway.scheduling.conversion import Offer, Terms, decide
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.picker import Choice
+from tandem_gateway.scheduling.picker import Choice, count_cached
+from tandem_gateway.scheduling.shared import SharedPrefix
 
 
 def reconsider(
-    choice: Choice, demand: Demand, cached: Mapping[Endpoint, int], shared: int, terms: Terms, now: float
+    choice: Choice,
+    demand: Demand,
+    cached: Mapping[Endpoint, int],
+    shared: SharedPrefix | None,
+    shared_tokens: int,
+    terms: Terms,
+    now: float,
 ) -> None:
-    """Let a decode worker compute the prompt of a pair itself, if that is decided. `cached` and `shared` as in `pick`.
+    """Let a decode worker compute the prompt of a pair itself, if that is decided. `cached` to `shared_tokens` as in
+    `pick`.
 
     Asked are the decode workers that were candidates for the pair. Changes nothing but the choice.
     """
     prefill = choice.prefill[0]
-    queued = prefill.backlog(now)
+    queued = prefill.find_queue(now)
     rate = prefill.speed.value
     limit = None if terms.ttft is None else terms.ttft.limit(demand.prompt_tokens)
     candidates = next(list(offer[5]) for offer in choice.offers if offer[2] is choice.decode)
@@ -28,7 +36,9 @@ def reconsider(
         if endpoint.own.keeps_steps and not endpoint.worker.needs_prefill
     }
     prompt = demand.prompt_tokens
-    tokens = {name: max(0, prompt - cached.get(endpoint, shared)) for name, endpoint in able.items()}
+    tokens = {
+        name: max(0, prompt - count_cached(endpoint, cached, shared, shared_tokens)) for name, endpoint in able.items()
+    }
     offers = {name: _offer(endpoint, tokens[name], rate, now) for name, endpoint in able.items()}
     choice.conversion, best = decide(
         prefill.speed.predict(queued + choice.uncached_tokens),

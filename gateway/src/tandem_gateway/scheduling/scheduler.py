@@ -14,13 +14,16 @@ from tandem_api.names import Role
 from tandem_gateway.scheduling.canary import Split
 from tandem_gateway.scheduling.conversion import Terms, Verdict
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Candidates, Endpoint, Worker
+from tandem_gateway.scheduling.endpoint import Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
+from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
+from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.ledger import Reservation
-from tandem_gateway.scheduling.picker import Choice, Group, pick
+from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
+from tandem_gateway.scheduling.shared import SharedPrefix
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
@@ -37,9 +40,13 @@ SLOW_LATENCY = 0.25
 DESERTIONS = 3
 """Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
-"""Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead."""
+"""Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead, unless it
+is so short that nobody would notice."""
 LONG_PROMPT = 4096
 """Uncached tokens that a decode worker would rather not compute itself."""
+HOME_CREDIT = 3.0
+"""A session's home is taken to have this many times the share of unseen hits that there lately were: where others send
+to homes, so that all agree, they have nearly all, and prompts that nobody has seen lower the mean."""
 RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
 """This share of all requests may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
@@ -59,6 +66,7 @@ class Scheduler:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
+        self.hearsay = Hearsay()
         self.failures: Counter[Outcome] = Counter()
         self.ejections: Counter[Outcome] = Counter()
         self.canary: CanaryTraffic | None = None
@@ -161,32 +169,43 @@ class Scheduler:
         chain = demand.prefix
         seed = demand.affinity
         cached: dict[Endpoint, int] = {}
-        shared = 0
+        shared: SharedPrefix | None = None
+        shared_tokens = 0
         if chain:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
-            depth = self.index.count_shared(chain)
-            shared = int(depth * tokens)
+            depth = 0
+            known, shared = self.index.locate(chain)
+            if shared is not None:
+                depth, demand.shared = shared.depth, shared.entry
+                shared_tokens = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
-            cached = self.index.match(chain, depth, tokens)
-        if len(chain) < SHORT_CHUNKS and seed:
+            cached = self.index.match(chain, depth, tokens, known)
+            self.hearsay.match(chain, known, tokens, cached)
+        if len(chain) < SHORT_CHUNKS and seed and demand.prompt_tokens >= SLACK_TOKENS:
             for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
-        canary = False
-        if self.canary is not None:
-            if demand.canary is None:
-                demand.canary = self._split.decide(seed)
-            canary = demand.canary
+        unseen = self.estimator.unseen_hits
+        if unseen:
+            unseen = min(1.0, HOME_CREDIT * unseen)
         if not seed:
             self._turn += 1
-        unseen, turn = self.estimator.unseen_hits, self._turn
+        canary = self.canary is not None and self._decide_side(demand, seed)
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
-                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
+                choice = pick(
+                    groups.values(), demand, seed, cached, self._turn, shared, shared_tokens, unseen, now, excluded
+                )
                 if choice is not None:
                     if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
-                        reconsider(choice, demand, cached, shared, self.terms, now)
+                        reconsider(choice, demand, cached, shared, shared_tokens, self.terms, now)
                     return choice
         return None
+
+    def _decide_side(self, demand: Demand, seed: int) -> bool:
+        """Whether the request is for the canary; a request that is tried again stays where it was."""
+        if demand.canary is None:
+            demand.canary = self._split.decide(seed)
+        return demand.canary
 
     def preview(self, demand: Demand, now: float) -> Choice | None:
         """What `choose` would say. Nothing that is chosen later hangs on it."""
@@ -241,7 +260,7 @@ class Scheduler:
         chain = demand.prefix
         if chain:
             reservation.copy = self.index.record(chain, both, now)
-        if len(chain) < SHORT_CHUNKS and demand.affinity:
+        if len(chain) < SHORT_CHUNKS and demand.affinity and demand.prompt_tokens >= SLACK_TOKENS:
             copy = self.index.record_session(demand.affinity, both, demand.prompt_tokens, now, demand.short)
             reservation.copy = copy
 
@@ -253,19 +272,43 @@ class Scheduler:
         queued_tokens: float,
         evicted_until: float | None = None,
         kv_tokens: int | None = None,
+        prompts: Iterable[str] = (),
     ) -> None:
         """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, until when its
-        cache has forgotten what was last used (by the clock of `now`), and how many tokens fit into that.
+        cache has forgotten what was last used (by the clock of `now`), how many tokens fit into that, and the names of
+        prompts that it has begun lately.
         """
-        own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
-        others = int(min(max(0.0, queued_tokens - own), MOST_OTHERS))
-        if others != endpoint.others:
-            endpoint.charge(0, 0, others - endpoint.others)
+        endpoint.tell(min(queued_tokens, MOST_OTHERS), now)
+        for name in prompts:
+            self._hear(endpoint, name, now)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
         if kv_tokens and kv_tokens != endpoint.kv_tokens:
             endpoint.kv_tokens = kv_tokens
             self._size_index()
+
+    def _hear(self, endpoint: Endpoint, name: str, now: float) -> None:
+        """Some gateway has sent this prompt there."""
+        parts = parse_name(name)
+        if parts is None:
+            return
+        entry, shared_entry, prefill = parts
+        if self.hearsay.knows(entry, endpoint) or self.index.holds(entry, endpoint):
+            return
+        holdings = [Holding(endpoint, now)]
+        helper = self.endpoints.get(prefill) if prefill else None
+        if helper is not None:
+            holdings.append(Holding(helper, now))
+        self.hearsay.add(entry, holdings)
+        self.index.share(self.index.find_shared(shared_entry), holdings)
+
+    @staticmethod
+    def name_prompt(choice: Choice, demand: Demand) -> str:
+        """How the worker is to tell all gateways that it has this prompt; empty: it is too short to matter."""
+        chain = demand.prefix
+        if len(chain) < SHORT_CHUNKS:
+            return ""
+        return name_prompt(chain[-1], demand.shared, choice.prefill[0].worker.name if choice.prefill else "")
 
     def find_backlog(self, waiting_tokens: int = 0) -> float | None:
         """Seconds until the prompts are computed that wait at workers, and of so many tokens before them; None while no
@@ -279,6 +322,7 @@ class Scheduler:
     def miss(self, endpoint: Endpoint) -> None:
         """A worker has told nothing for a while: what was in its queue is not known any more."""
         endpoint.charge(0, 0, -endpoint.others)
+        endpoint.told = 0.0
 
     def _size_index(self) -> None:
         tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())

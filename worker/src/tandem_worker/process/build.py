@@ -405,6 +405,7 @@ class _Start:
             grammars=grammars,
             sampling=generation.sampling,
             tracer=self._runtime.tracer,
+            prompts=figures.prompts,
         )
 
 

@@ -14,6 +14,7 @@ from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.process.progress import StartProgress
+from tandem_worker.server.prompt_names import PromptNames
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.contract import TransferStats
 
@@ -65,6 +66,7 @@ class Figures:
         self._spans, self._files, self._others = spans, files, others
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
+        self.prompts = PromptNames()
 
     def telemetry(self) -> WorkerTelemetry:
         return build_telemetry(self._facts, self._sample())
@@ -101,4 +103,5 @@ class Figures:
             graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
             start=self._start.figure(),
+            prompts=self.prompts.recent(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,8 @@ class WorkerSample:
     """None where the model's files are not exchanged with other workers."""
     start: StartFigure | None = None
     """None where it is not known."""
+    prompts: Sequence[str] = ()
+    """Names of the prompts begun lately."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -94,6 +96,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
         nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
+        prompts=list(sample.prompts),
         ranks=[
             RankTelemetry(
                 rank=rank, **{name: getattr(one, name) for name in RankTelemetry.model_fields if name != "rank"}

@@ -37,6 +37,7 @@ from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.renaming import renamed_errors
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.preparation.preparing import PreparedChat
+from tandem_worker.server.prompt_names import PromptNames
 from tandem_worker.server.request_metrics import PreparationCounts
 from tandem_worker.server.responses.encoder import ResponsesEncoder
 from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
@@ -92,6 +93,7 @@ def build_app(
     grammars: GrammarCompiler | None = None,
     sampling: SamplingDefaults = API_DEFAULTS,
     tracer: Tracer | None = None,
+    prompts: PromptNames | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
@@ -99,7 +101,8 @@ def build_app(
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
     is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
     now and not with the first of them (but not in prefill workers, which get none as a rule). `grammars` is a compiler
-    that the caller closes; without it the application has its own. `sampling` stands below what requests say. Raises
+    that the caller closes; without it the application has its own. `sampling` stands below what requests say. `prompts`
+    keeps the names that gateways give to prompts. Raises
     ValueError when no context length is known.
     """
     model = ServedModel(
@@ -118,8 +121,9 @@ def build_app(
         if config.role is not Role.PREFILL:
             model.preparation.start()
     state = _State(
-        engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer, tracer=tracer
-    )
+        engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer, tracer=tracer,
+        prompts=PromptNames() if prompts is None else prompts,
+    )  # fmt: skip
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
     return Router(_routes(state, api), default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
 
@@ -155,6 +159,7 @@ class _State:
     draining: Callable[[], bool]
     observer: RequestObserver | None
     tracer: Tracer | None
+    prompts: PromptNames
 
     def check_admission(self) -> None:
         """Raises ServiceError while this worker takes no requests."""
@@ -244,6 +249,9 @@ class _Api:
             plan.requests = [dataclasses.replace(request, step_seconds=seconds) for request in plan.requests]
         if plan.stream and wants_journal(scope):
             plan.journal = open_journal(plan)
+        name = header(scope, names.HEADER_PROMPT)
+        if name is not None:
+            self._state.prompts.add(name)
         if resume is not None:
             await take_up(plan, resume, vocab_size=self._model.vocab_size)
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})

@@ -1,0 +1,100 @@
+"""What many prompts begin with, a system prompt say, and all workers that have it.
+
+An entry of the index names the newest four holders, which are enough to find a conversation again. Of a system prompt
+every worker that has it is a good place for the next conversation, and one that has not would compute it once more: in
+a large fleet most have not.
+"""
+
+from __future__ import annotations
+
+from tandem_gateway.scheduling.endpoint import Candidates, Endpoint
+from tandem_gateway.scheduling.holding import Holding
+
+MAX_SHARERS = 256
+"""Workers that are known to have one shared prefix."""
+SPREAD = 4.0
+"""A prefix is brought to this many times the share of the workers that it has of the requests: few enough that most of
+its prompts find it, and enough that none of its workers has too much to do."""
+HALF_LIFE = 2048
+"""Requests, after which one counts half for that share."""
+DECAY = 0.5 ** (1 / HALF_LIFE)
+_LOOKS = 2
+"""Holders looked at for each that is wanted: some belong to another pool, or have forgotten."""
+
+
+class SharedPrefix:
+    """An entry after which many prompts part."""
+
+    __slots__ = ("_count", "_counted_at", "_order", "_turn", "depth", "entry", "holders", "live", "parent", "wanted")
+
+    def __init__(self, entry: int, depth: int, parent: SharedPrefix | None) -> None:
+        self.entry = entry
+        self.depth = depth
+        """Chunks."""
+        self.parent = parent
+        """The next shorter one that this one begins with."""
+        self.live = True
+        """It is still counted as one that many share."""
+        self.holders: dict[Endpoint, Holding] = {}
+        self._order: list[Endpoint] = []
+        self._turn = 0
+        self._count = 0.0
+        """Prompts that begin with it, older ones for less, when there were `_counted_at` of all."""
+        self._counted_at = 0
+        self.wanted = 0.0
+        """The share of the workers that are to have it."""
+
+    def count(self, number: int, all_prompts: float) -> None:
+        """The prompt of this number begins with it; `all_prompts` are those that there were, older ones for less."""
+        self._count = self._count * 0.5 ** ((number - self._counted_at) / HALF_LIFE) + 1
+        self._counted_at = number
+        self.wanted = SPREAD * self._count / all_prompts
+
+    def wants_more(self, workers: int) -> bool:
+        """Whether too few of so many workers have it."""
+        return len(self.holders) < self.wanted * workers
+
+    def hold(self, holding: Holding) -> None:
+        """Somebody has it, as have the holders of every longer one."""
+        endpoint = holding.endpoint
+        if endpoint not in self.holders:
+            if len(self._order) < MAX_SHARERS:
+                self._order.append(endpoint)
+            else:
+                place = self._turn % MAX_SHARERS
+                del self.holders[self._order[place]]
+                self._order[place] = endpoint
+        self.holders[endpoint] = holding
+
+    def has(self, endpoint: Endpoint) -> bool:
+        """Whether this worker probably has it."""
+        holding = self.holders.get(endpoint)
+        return holding is not None and holding.alive()
+
+    def sample(self, count: int, pool: Candidates) -> list[Endpoint]:
+        """Up to so many workers of the pool that have it and may be chosen, others each time. O(count)."""
+        order = self._order
+        found: list[Endpoint] = []
+        for _ in range(min(_LOOKS * count, len(order))):
+            self._turn = turn = (self._turn + 1) % len(order)
+            endpoint = order[turn]
+            if endpoint.pool is not pool or endpoint.level < 0 or endpoint in found:
+                if endpoint.gone:
+                    self._drop(turn)
+            elif self.holders[endpoint].alive():
+                found.append(endpoint)
+                if len(found) == count:
+                    break
+            else:
+                self._drop(turn)
+            if not order:
+                break
+        return found
+
+    def _drop(self, place: int) -> None:
+        """Whoever is there has it no more."""
+        order = self._order
+        del self.holders[order[place]]
+        last = order.pop()
+        if place < len(order):
+            order[place] = last
