@@ -28,6 +28,7 @@ from tandem_worker.engine.contract import (
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.execute.lanes import LaneRunner
+from tandem_worker.engine.loading import TierDesk
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -35,6 +36,7 @@ from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
+from tandem_worker.engine.tiers import Tier
 from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
@@ -131,6 +133,12 @@ class EngineCore:
     def prefill_client(self, client: PrefillClient | None) -> None:
         """To be set before the first request: the transfer layer is built around this engine's `kv_cache`."""
         self._runner.prefill_client = client
+
+    def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object]) -> TierDesk:
+        """Join with a tier, before the first request: what it tells the engine goes by way of the desk. A group's lanes
+        have none."""
+        (lane,) = self._runner.lanes
+        return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
 
     def deliver_to(self, deliver: DeliverFunction) -> None:
         """From now on tokens go to `deliver`. To be called while no request is open."""
@@ -286,7 +294,7 @@ class EngineCore:
             if request_id in open_ids:
                 raise RequestError(f"request id {request_id!r} is in use", status=409)
             if (
-                sum(lane.scheduler.num_waiting for lane in self._runner.lanes) + len(self._commands)
+                sum(lane.scheduler.num_queued for lane in self._runner.lanes) + len(self._commands)
                 >= self._max_queued_requests
             ):
                 raise RequestError(
