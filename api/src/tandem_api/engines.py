@@ -123,6 +123,7 @@ _LIMITS = (
     _Limit(".engine.generationSettings", _ARGS, _unset("engine.generationSettings", "'Model'")),
     _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
+    _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(
         ".kv.transport",
         "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",

@@ -297,6 +297,7 @@ class ServingProcess:
             logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
         if self._lost is None:
             await worker.give_up("The worker stopped before the answer was complete.")
+            await asyncio.to_thread(worker.flush, deadline - time.monotonic())
 
     def _is_broken(self, worker: Worker) -> bool:
         return self._lost is not None or worker.engine.failure is not None

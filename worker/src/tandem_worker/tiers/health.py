@@ -43,7 +43,9 @@ class TierHealth:
     def fail(self, error: TierError) -> None:
         """Switch it off, or note another cause."""
         with self._lock:
-            known, self._cause = self._cause, Cause(error.reason, str(error))
+            known = self._cause
+            if known is None or known.reason != error.reason:  # words that alternate would be told each time
+                self._cause = Cause(error.reason, str(error))
         if known is None or known.reason != error.reason:
             logger.error("the disk tier of the KV cache is switched off: %s", error, extra={"reason": error.reason})
         if known is None:
