@@ -223,6 +223,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.generation_settings != "Model",
         engine.weights != "Auto",
         kv.memory is not None,
+        kv.disk is not None,
         kv.transport != "Auto",
         not kv.verify,
         spec.gateway.link != "HTTP",

@@ -106,6 +106,7 @@ from tandem_operator.status import (
     understood_condition,
 )
 from tandem_operator.templates import is_rewritten, template_condition, with_answer
+from tandem_operator.tiers import tiers_condition
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
@@ -296,6 +297,7 @@ class Reconciler:
                 *prewarm.condition,
                 *understood_condition(reading.unknown),
                 *self._fights.condition(key),
+                *tiers_condition(blueprint, self._fleet.view(key).tiers),
             ],
         )
         await self._pace.turn()

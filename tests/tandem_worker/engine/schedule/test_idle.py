@@ -48,7 +48,7 @@ class Model:
             self.idle.remove(victim)
             self.examined.discard(victim)
         taken = self.blocks.allocate(count)
-        assert not set(taken) & set(self.idle) and not set(taken) & set(self.pinned)
+        assert not set(taken) & (set(self.idle) | set(self.pinned))
         for block in taken:
             self.names += 1
             self.cache.register(name_of(self.names), block)
