@@ -40,11 +40,14 @@ class DiskRig(Rig):
         segment_bytes: int = 16 * SLOT_BYTES,
         volume: Volume | None = None,
         usable: bool = True,
+        prefill_rate: float = 1.0,
         write_through: bool = False,
         max_daily_writes: int | None = None,
         **kw: Any,
     ) -> None:
+        """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
         super().__init__(model or HistoryModel(), num_blocks, **kw)
+        self.engine._scheduler.prefill_rate = lambda: prefill_rate
         limits = DiskLimits(
             size_bytes=size,
             write_through=write_through,

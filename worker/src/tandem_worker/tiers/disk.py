@@ -162,6 +162,7 @@ class DiskTier:
             return None
         seconds = self._pool.predict(len(places), self._pool.count_pieces(places))
         if not is_sooner(seconds, len(places), self._pool.seconds_per_block):
+            self._pool.look()
             return None
         return Run(count=len(places), seconds=seconds)
 
@@ -249,6 +250,7 @@ class DiskTier:
             self.health.fail(describe(error, f"the volume at {self._volume.root} cannot be used"))
             return
         self.health.recover()
+        self._writer.due()  # whatever has become due meanwhile was told once
         logger.info(
             "blocks are kept on a disk",
             extra={

@@ -78,7 +78,7 @@ class LoadPool:
         self._busy_since: dict[int, float] = {}
         """Readers that are in a call to the system, by thread."""
         self._meter = BandwidthMeter()
-        self._closed = False
+        self._closed = self._looks = False
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
@@ -112,6 +112,12 @@ class LoadPool:
             self._loads[order.load] = load
             self._jobs.extend((load, first, end) for first, end in plan_pieces(places, self._most))
             self._queued_bytes += load.waiting
+            self._wake.notify_all()
+
+    def look(self) -> None:
+        """Have `watch_once` return soon."""
+        with self._wake:
+            self._looks = True
             self._wake.notify_all()
 
     def cancel(self, number: int) -> None:
@@ -166,8 +172,9 @@ class LoadPool:
             pause = None if due is None and not self._busy_since else _IDLE_SECONDS
             if due is not None:
                 pause = min(_IDLE_SECONDS, due - self._clock())
-            if pause is None or pause > 0:
+            if not self._looks and (pause is None or pause > 0):
                 self._wake.wait(pause)
+            self._looks = False
             now = self._clock()
             late = [load for load in self._loads.values() if load.cut_at <= now]
             hangs = any(now - since > FROZEN_SECONDS for since in self._busy_since.values())
