@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem_worker.model.contract import CausalLM
+from tandem_worker.engine.schedule.idle import WatchedCache
 from tandem_worker.tiers.disk import DiskLimits, DiskTier
 from tandem_worker.tiers.files import Volume
 from tandem_worker.tiers.format import TierKey
@@ -34,7 +34,6 @@ class DiskRig(Rig):
         folder: Path,
         num_blocks: int = 64,
         *,
-        model: CausalLM | None = None,
         key: TierKey = KEY,
         size: int = 8 << 20,
         segment_bytes: int = 16 * SLOT_BYTES,
@@ -46,7 +45,8 @@ class DiskRig(Rig):
         **kw: Any,
     ) -> None:
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
-        super().__init__(model or HistoryModel(), num_blocks, **kw)
+        model: Any = HistoryModel()
+        super().__init__(model, num_blocks, **kw)
         self.engine._scheduler.prefill_rate = lambda: prefill_rate
         limits = DiskLimits(
             size_bytes=size,
@@ -67,6 +67,13 @@ class DiskRig(Rig):
     def written(self) -> int:
         """Blocks."""
         return self.tier.stats().tokens_written // BLOCK_SIZE
+
+    @property
+    def is_due(self) -> bool:
+        """Whether memory has blocks that should be on the disk."""
+        cache = self.engine._scheduler.blocks.cache
+        assert isinstance(cache, WatchedCache)
+        return cache.is_due
 
     def cached(self, request_id: str) -> int:
         """Tokens of its prompt that were not computed."""

@@ -50,13 +50,13 @@ def test_what_memory_gives_up_is_written_before(tmp_path: Path) -> None:
     prompts = [make_prompt(seed) for seed in range(12)]
     for number, prompt in enumerate(prompts):
         rig.run(f"a{number}", prompt)
-        wait_until(lambda: not rig.engine._scheduler.blocks.cache.is_due)
+        wait_until(lambda: not rig.is_due)
     assert rig.written > 0
     wait_until(lambda: rig.engine._scheduler.blocks.num_held == 0)
     for number, prompt in enumerate(prompts):
         assert rig.run(f"b{number}", prompt) == greedy_answer(prompt, 8)
         assert rig.cached(f"b{number}") == 40
-        wait_until(lambda: not rig.engine._scheduler.blocks.cache.is_due)
+        wait_until(lambda: not rig.is_due)
     assert rig.tier.stats().tokens_read > 0
     rig.close()
 

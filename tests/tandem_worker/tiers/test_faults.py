@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tandem_worker.tiers import files
 from tandem_worker.tiers.disk import DiskTier
 from tandem_worker.tiers.errors import describe
 
@@ -180,7 +179,7 @@ def test_a_disk_that_takes_nothing_is_switched_off_and_on_again(
             raise OSError(number, os.strerror(number))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(files.os, "pwrite", pwrite)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.pwrite", pwrite)
     broken.set()
     assert rig.run("a", PROMPTS[0]) == greedy_answer(PROMPTS[0], 8)
     wait_until(lambda: not rig.tier.health.on)
@@ -200,7 +199,7 @@ def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.preadv", preadv)
     assert rig.run("b", PROMPTS[0]) == greedy_answer(PROMPTS[0], 8)
     assert rig.cached("b") == 0
     wait_until(lambda: rig.tier.stats().reason == "VolumeFailed")
@@ -218,7 +217,7 @@ def test_a_disk_that_freezes_costs_a_tenth_of_computing(tmp_path: Path, monkeypa
         release.wait()
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.preadv", preadv)
     assert rig.run("b", PROMPTS[0]) == greedy_answer(PROMPTS[0], 8)
     assert rig.cached("b") == 0
     assert rig.tier.stats().loads_cut == 1
@@ -243,7 +242,7 @@ def test_a_slow_disk_is_cut_and_what_came_is_kept(tmp_path: Path, monkeypatch: p
             release.wait()
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(files.os, "preadv", preadv)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.preadv", preadv)
     assert rig.run("b", PROMPTS[0], max_tokens=1) == greedy_answer(PROMPTS[0], 1)
     release.set()
     assert 0 < rig.cached("b") < 60
@@ -331,7 +330,7 @@ def test_the_daily_budget_stops_writing(tmp_path: Path) -> None:
     rig = DiskRig(tmp_path, write_through=True, max_daily_writes=20 * SLOT_BYTES)
     for number, prompt in enumerate(PROMPTS):
         rig.run(f"a{number}", prompt, max_tokens=1)
-        wait_until(lambda: not rig.engine._scheduler.blocks.cache.is_due)
+        wait_until(lambda: not rig.is_due)
     time.sleep(0.1)
     assert 16 <= rig.written <= 24
     rig.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.idle import WatchedCache
 
 NUM_BLOCKS, COLD = 12, 6
 Action = tuple[str, int]
@@ -14,10 +15,11 @@ ACTIONS = st.lists(
 )
 
 
-def watched() -> BlockManager:
+def watched() -> tuple[BlockManager, WatchedCache]:
     blocks = BlockManager(NUM_BLOCKS + 1, 4)
-    blocks.watch().cold_blocks = COLD
-    return blocks
+    cache = blocks.watch()
+    cache.cold_blocks = COLD
+    return blocks, cache
 
 
 def name_of(number: int) -> bytes:
@@ -28,8 +30,7 @@ class Model:
     """The blocks as a request and a tier would see them; `idle` is oldest first."""
 
     def __init__(self) -> None:
-        self.blocks = watched()
-        self.cache = self.blocks.cache
+        self.blocks, self.cache = watched()
         self.idle: list[int] = []
         self.examined: set[int] = set()
         self.pinned: list[int] = []
@@ -120,20 +121,20 @@ def test_the_coldest_are_offered_first_and_each_once(actions: list[Action]) -> N
 
 
 def test_it_tells_once_that_blocks_are_due() -> None:
-    blocks = watched()
+    blocks, cache = watched()
     told: list[int] = []
-    blocks.cache.on_due = lambda: told.append(1)
+    cache.on_due = lambda: told.append(1)
     taken = blocks.allocate(8)
     for number, block in enumerate(taken):
-        blocks.cache.register(name_of(number), block)
+        cache.register(name_of(number), block)
     blocks.release(taken, [name_of(number) for number in range(8)], 1.0)
     assert told == [1]
-    assert len(blocks.cache.take_coldest(100, lambda name, reused: False)) == 2
-    assert not blocks.cache.is_due
+    assert len(cache.take_coldest(100, lambda name, reused: False)) == 2
+    assert not cache.is_due
 
 
 def test_a_tier_is_told_which_blocks_were_used_again() -> None:
-    blocks = watched()
+    blocks, cache = watched()
     taken = blocks.allocate(8)
     names = [name_of(number) for number in range(8)]
     blocks.release(taken, names, 1.0)
@@ -145,15 +146,15 @@ def test_a_tier_is_told_which_blocks_were_used_again() -> None:
         seen[name] = reused
         return True
 
-    blocks.cache.take_hottest(100, passes)
+    cache.take_hottest(100, passes)
     assert {name for name, reused in seen.items() if reused} == set(names[:2])
 
 
 def test_what_nobody_takes_does_not_pile_up() -> None:
-    blocks = watched()
+    blocks, cache = watched()
     (block,) = blocks.allocate(1)
     blocks.release([block], [name_of(1)], 1.0)
     for turn in range(5000):
         blocks.hold([block])
         blocks.release([block], [name_of(1)], float(turn))
-    assert len(blocks.cache._queue) < 1200
+    assert len(cache._queue) < 1200
