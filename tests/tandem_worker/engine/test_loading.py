@@ -229,3 +229,22 @@ def test_prompts_whose_every_position_is_read_are_not_loaded(make: Make) -> None
     rig.wait()
     assert tier.orders == []
     wait_until(lambda: rig.engine.idle)
+
+
+def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
+    """Eight prompts wait, and a quarter of memory is loaded ahead; each is loaded when its turn comes."""
+    prompts = [tuple((number * 7 + index) % 64 for index in range(21)) for number in range(8)]
+    rig, tier = make(num_blocks=40, has=prompts, scheduler={"max_running_requests": 1})
+    rig.submit("long", OTHER[:5], max_tokens=60)
+    rig.out.wait_tokens("long", 1)
+    for number, prompt in enumerate(prompts):
+        rig.submit(f"r{number}", prompt, max_tokens=1)
+    for index in range(8):
+        tier.await_start()
+        if index == 2:
+            assert len(tier.orders) == 3, "5 + 5 blocks are a quarter, a third load goes beyond it, and no more"
+        tier.bring(index, 0, 5)
+    rig.wait()
+    for number, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{number}") == greedy_answer(prompt, 1)
+        assert rig.out.last(f"r{number}").num_cached_tokens == 20

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tandem_worker.tiers import files
 from tandem_worker.tiers.disk import DiskTier
-from tandem_worker.tiers.errors import describe
+from tandem_worker.tiers.errors import TierError, describe
 
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.rig import SLOT_BYTES, DiskRig, wait_until
@@ -232,6 +233,7 @@ def test_a_disk_that_freezes_costs_a_tenth_of_computing(tmp_path: Path, monkeypa
 
 def test_a_slow_disk_is_cut_and_what_came_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
+    monkeypatch.setattr("tandem_worker.tiers.disk.NUM_READERS", 1)
     rig = DiskRig(tmp_path, num_blocks=128, prefill_rate=10.0)  # a block takes 0.4 s
     monkeypatch.setattr(rig.tier._pool, "_most", 2)
     real, calls, release = os.preadv, list[int](), threading.Event()
@@ -247,6 +249,36 @@ def test_a_slow_disk_is_cut_and_what_came_is_kept(tmp_path: Path, monkeypatch: p
     release.set()
     assert 0 < rig.cached("b") < 60
     assert rig.tier.stats().loads_cut == 1
+    rig.close()
+
+
+def test_a_disk_that_freezes_at_the_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 0.2)
+    real, release = os.statvfs, threading.Event()
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        release.wait()
+        return real(path)
+
+    monkeypatch.setattr("tandem_worker.tiers.files.os.statvfs", statvfs)
+    rig = DiskRig(tmp_path, usable=False)
+    wait_until(lambda: rig.tier.stats().reason == "VolumeFrozen")
+    assert rig.run("a", PROMPTS[0]) == greedy_answer(PROMPTS[0], 8)
+    release.set()
+    wait_until(lambda: rig.tier.health.on)
+    rig.close()
+
+
+def test_a_disk_that_was_full_stays_off_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem_worker.tiers.disk.RETRY_SECONDS", 0.05)
+    rig = DiskRig(tmp_path)
+    room = [1 << 20]
+    monkeypatch.setattr(files.Volume, "free_bytes", property(lambda self: room[0]))
+    rig.tier.health.fail(TierError("VolumeFull", "nothing more can be written"))
+    time.sleep(0.3)
+    assert rig.tier.stats().reason == "VolumeFull"
+    room[0] = 1 << 30
+    wait_until(lambda: rig.tier.health.on)
     rig.close()
 
 

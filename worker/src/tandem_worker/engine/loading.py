@@ -11,10 +11,13 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.engine.schedule.request import Sequence, SequenceState
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer, Tier
 
+_FINISHED = SequenceState.FINISHED
+_AHEAD_SHARE = 0.25
+"""Of memory: more is not loaded for requests before they come to the head of the queue."""
 _LEAST_LEFT = 16
 """An offer leaves at least so many blocks that can be given out, and as many again as it takes."""
 
@@ -27,17 +30,21 @@ class LoadDesk:
         self._numbers = itertools.count(1)
         self._loading: dict[int, Sequence] = {}
         self._load_of: dict[Sequence, int] = {}
+        self._ahead: dict[Sequence, int] = {}
+        """Blocks that were loaded, or are, for sequences that were in no step."""
 
-    def begin(self, sequence: Sequence) -> bool:
+    def begin(self, sequence: Sequence, *, at_head: bool = False) -> bool:
         """Begin to load what a source has of a WAITING sequence in no queue, or at its head. True: it is LOADING now.
 
-        Asked at most once for each request, and again where there was no room for the blocks.
+        Asked once for each request, and again, at the head of the queue, where there was no room for the blocks.
         """
         request = sequence.request
         if sequence.load_tried or request.admitted or request.reads_every_position or sequence.choice:
             return False
         scheduler = self._scheduler
         blocks = scheduler.blocks
+        if sequence.retry_required > blocks.num_available or not (at_head or self._may_run_ahead()):
+            return False
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
         matched = blocks.match_prefix(names, most)
@@ -51,6 +58,7 @@ class LoadDesk:
         if not scheduler.start_loading(sequence, matched, run.count):
             return False
         sequence.load_tried = True
+        self._ahead[sequence] = run.count
         load = next(self._numbers)
         self._loading[load], self._load_of[sequence] = sequence, load
         self._source.start_load(
@@ -62,6 +70,13 @@ class LoadDesk:
             )
         )
         return True
+
+    def _may_run_ahead(self) -> bool:
+        """Whether what is loaded for requests that are not admitted yet leaves room: else one load would push out of
+        memory what another has brought."""
+        for sequence in [each for each in self._ahead if each.request.admitted or each.state is _FINISHED]:
+            del self._ahead[sequence]
+        return sum(self._ahead.values()) <= self._scheduler.blocks.num_blocks * _AHEAD_SHARE
 
     def ended(self, load: int, valid: int) -> None:
         """The source has done what it could. One that was cancelled is ignored."""

@@ -20,6 +20,7 @@ from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import (
     VOLUME_FROZEN,
+    VOLUME_FULL,
     VOLUME_SLOW,
     VOLUME_TOO_SMALL,
     TierError,
@@ -82,7 +83,7 @@ class DiskTier:
         self._counters = Counters(block_size)
         self.health = TierHealth()
         self._pool = LoadPool(self._store, key, memory, self.health, self._counters, clock)
-        self.health.on_off = self._pool.cut_all
+        self.health.on_off = self._go_off
         self._writer = BlockWriter(
             self._store, key, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
         )
@@ -90,6 +91,7 @@ class DiskTier:
         self._flush_until: float | None = None
         self._flushed = threading.Event()
         self._retry_at = 0.0
+        self._opening_since: float | None = None
         self._saved_at = 0.0
         self._threads: list[threading.Thread] = []
 
@@ -162,7 +164,6 @@ class DiskTier:
             return None
         seconds = self._pool.predict(len(places), self._pool.count_pieces(places))
         if not is_sooner(seconds, len(places), self._pool.seconds_per_block):
-            self._pool.look()
             return None
         return Run(count=len(places), seconds=seconds)
 
@@ -213,12 +214,19 @@ class DiskTier:
     def _run_watch(self) -> None:
         while not self._closed.is_set():
             self._pool.watch_once()
-            if not self.health.on:
-                self._closed.wait(0.5)
-                continue
+            opening = self._opening_since
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
-            self._check_speed()
+            elif opening is not None and self._clock() - opening > FROZEN_SECONDS:
+                self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
+            elif self.health.on:
+                self._check_speed()
+
+    def _go_off(self) -> None:
+        """On the thread that found out why: loads end with what is there, and the writer looks after a while."""
+        self._retry_at = self._clock() + RETRY_SECONDS
+        self._pool.cut_all()
+        self._writer.due()
 
     def _check_speed(self) -> None:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block
@@ -236,10 +244,12 @@ class DiskTier:
 
     def _open(self) -> None:
         """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""
+        self._opening_since = self._clock()
         try:
             self._check_size()
             self._volume.unlock()
             self._volume.lock()
+            self._check_room()
             self._pool.set_rate(PROBE_BYTES, self._volume.probe(PROBE_BYTES))
             self._store.load()
             self._read_state()
@@ -249,6 +259,8 @@ class DiskTier:
         except OSError as error:
             self.health.fail(describe(error, f"the volume at {self._volume.root} cannot be used"))
             return
+        finally:
+            self._opening_since = None
         self.health.recover()
         self._writer.due()  # whatever has become due meanwhile was told once
         logger.info(
@@ -268,6 +280,13 @@ class DiskTier:
                 f"kv.disk.size is {self._limits.size_bytes} bytes, which has no room for a segment of "
                 f"{self._store.geometry.segment_bytes}; raise it",
             )
+
+    def _check_room(self) -> None:
+        """Where the volume was full it must not seem well because of a few bytes. Raises TierError, OSError."""
+        cause, free = self.health.cause, self._volume.free_bytes
+        needed = PROBE_BYTES + self._store.geometry.segment_bytes
+        if cause is not None and cause.reason == VOLUME_FULL and free < needed:
+            raise TierError(VOLUME_FULL, f"{free} bytes are free on {self._volume.root}, and {needed} are needed")
 
     def _read_state(self) -> None:
         """What an earlier process has measured. A file that cannot be read is as good as none."""

@@ -34,6 +34,12 @@ class Volume:
         """Whether the page cache is passed by."""
         return bool(self._direct)
 
+    @property
+    def free_bytes(self) -> int:
+        """That this process may still write."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
     def lock(self) -> None:
         """Keep other processes out, as long as this one lives. Raises TierError where one is in, and OSError."""
         self.root.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ class LoadPool:
         self._busy_since: dict[int, float] = {}
         """Readers that are in a call to the system, by thread."""
         self._meter = BandwidthMeter()
-        self._closed = self._looks = False
+        self._closed = False
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
@@ -112,12 +112,6 @@ class LoadPool:
             self._loads[order.load] = load
             self._jobs.extend((load, first, end) for first, end in plan_pieces(places, self._most))
             self._queued_bytes += load.waiting
-            self._wake.notify_all()
-
-    def look(self) -> None:
-        """Have `watch_once` return soon."""
-        with self._wake:
-            self._looks = True
             self._wake.notify_all()
 
     def cancel(self, number: int) -> None:
@@ -164,17 +158,15 @@ class LoadPool:
                 self._end(load)
 
     def watch_once(self) -> None:
-        """Sleep until a load may be late or something begins, then cut what is late and look for readers that hang."""
+        """Sleep until a load may be late or one begins, half a second at most; then cut what is late, and look for
+        readers that hang."""
         with self._wake:
             if self._closed:
                 return
             due = min((load.cut_at for load in self._loads.values()), default=None)
-            pause = None if due is None and not self._busy_since else _IDLE_SECONDS
-            if due is not None:
-                pause = min(_IDLE_SECONDS, due - self._clock())
-            if not self._looks and (pause is None or pause > 0):
+            pause = _IDLE_SECONDS if due is None else min(_IDLE_SECONDS, due - self._clock())
+            if pause > 0:
                 self._wake.wait(pause)
-            self._looks = False
             now = self._clock()
             late = [load for load in self._loads.values() if load.cut_at <= now]
             hangs = any(now - since > FROZEN_SECONDS for since in self._busy_since.values())

@@ -77,6 +77,7 @@ class SegmentStore:
         self._places: dict[bytes, Place] = {}
         self._open: _Segment | None = None
         self._next = 1
+        self._latest = 0.0
         self.num_evicted = 0
         """Blocks that were given up for others."""
         self.horizon = 0.0
@@ -116,6 +117,7 @@ class SegmentStore:
                 self._volume.remove(path)
         self._next = 1 + max((segment.number for segment in found), default=0)
         found.sort(key=lambda segment: segment.used_at)
+        self._latest = max((segment.used_at for segment in found), default=0.0)
         for segment in found[: max(0, len(found) - self._max_segments)]:
             self._volume.remove(segment.path)
         with self._lock:
@@ -132,7 +134,7 @@ class SegmentStore:
             return False
         segment = self._segments.get(place.segment)
         if segment is not None:
-            segment.used_at = self._clock()
+            segment.used_at = self._now()
         return True
 
     def find(self, names: Sequence[bytes]) -> list[Place]:
@@ -149,7 +151,7 @@ class SegmentStore:
         """Its segment counts as used now."""
         segment = self._segments.get(place.segment)
         if segment is not None:
-            segment.used_at = self._clock()
+            segment.used_at = self._now()
 
     def read(self, place: Place, count: int, rows: np.ndarray) -> int | None:
         """Slots from `place` on into `rows`, `[count or more, slot_bytes]`. How many are there as a whole; None: their
@@ -199,7 +201,7 @@ class SegmentStore:
             segment.num_slots = first + count
             if segment.number not in self._segments:
                 return  # discarded meanwhile
-            segment.used_at = self._clock()
+            segment.used_at = self._now()
             for place, name in zip(places, names, strict=True):
                 segment.names[place.slot] = name
                 self._places.setdefault(name, place)
@@ -212,6 +214,11 @@ class SegmentStore:
                 return
             self._forget(segment)
         self._volume.remove(segment.path)
+
+    def _now(self) -> float:
+        """A clock that is set back must not make what is used now the oldest."""
+        self._latest = max(self._latest, self._clock())
+        return self._latest
 
     def close(self) -> None:
         """Write nothing any more."""
@@ -249,7 +256,7 @@ class SegmentStore:
         descriptor = self._volume.create(path, head)
         self._next = number + 1
         segment = _Segment(
-            number, path, [None] * geometry.num_slots, self._clock(), descriptor=descriptor, table=head[PAGE:]
+            number, path, [None] * geometry.num_slots, self._now(), descriptor=descriptor, table=head[PAGE:]
         )
         with self._lock:
             self._segments[number] = self._open = segment

@@ -45,7 +45,7 @@ _RETRY_STEPS = 16
 class Loads(Protocol):
     """Brings blocks back from tiers (`engine.loading`)."""
 
-    def begin(self, sequence: Sequence) -> bool:
+    def begin(self, sequence: Sequence, *, at_head: bool = False) -> bool:
         """Whether this WAITING sequence is LOADING now."""
         ...
 
@@ -461,7 +461,7 @@ class Scheduler:
                 continue
             if budget < min(block_size, sequence.num_tokens) and not remote_possible:
                 break
-            if self.loads is not None and self.loads.begin(sequence):
+            if self.loads is not None and self.loads.begin(sequence, at_head=True):
                 heapq.heappop(self._waiting)
                 self.num_waiting -= 1
                 continue
