@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import SequenceState
@@ -229,6 +230,52 @@ def test_prompts_whose_every_position_is_read_are_not_loaded(make: Make) -> None
     rig.wait()
     assert tier.orders == []
     wait_until(lambda: rig.engine.idle)
+
+
+class NoPrefill:
+    """A prefill client none of whose workers takes an order."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.orders = rig, list[RemotePrefill]()
+
+    def start(self, order: RemotePrefill) -> None:
+        self.orders.append(order)
+        self.rig.engine.remote_prefill_failed(order.request_id, order.generation, "there is none")
+
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        return False
+
+    def cancel(self, request_id: str, generation: int) -> None: ...
+
+
+def test_what_a_prefill_worker_computes_anyway_is_not_loaded(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    longer = (*PROMPT, *OTHER)
+    assert rig.run("a", longer, prefill_endpoints=("p",)) == greedy_answer(longer, 8)
+    assert (len(client.orders), tier.orders) == (1, [])
+
+
+def test_a_prompt_of_which_little_is_left_is_loaded_instead_of_ordered(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    rig.submit("a", PROMPT, prefill_endpoints=("p",))
+    tier.await_start()
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert client.orders == []
+
+
+def test_a_load_that_brings_nothing_is_ordered(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    rig.submit("a", PROMPT, prefill_endpoints=("p",))
+    tier.await_start()
+    tier.bring(0, 0, 0)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert len(client.orders) == 1
 
 
 def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:

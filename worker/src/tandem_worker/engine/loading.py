@@ -55,6 +55,9 @@ class LoadDesk:
             sequence.load_tried = True
             return False
         total = len(matched) + run.count
+        if scheduler.goes_remote(sequence, sequence.num_tokens - total * blocks.block_size):
+            sequence.load_tried = True  # who computes the rest needs what comes before it, and has not got it from here
+            return False
         if not scheduler.start_loading(sequence, matched, run.count):
             return False
         sequence.load_tried = True

@@ -504,6 +504,10 @@ class Scheduler:
         heapq.heapreplace(self._waiting, sequence)
         return True
 
+    def goes_remote(self, sequence: Sequence, num_uncached: int) -> bool:
+        """Whether a prefill worker computes its prompt, when so many tokens of it are not in memory."""
+        return self._may_go_remote(sequence) and num_uncached > self._limits.local_prefill_max_tokens
+
     def _may_go_remote(self, sequence: Sequence) -> bool:
         request = sequence.request
         fresh = len(sequence.output) == sequence.num_resumed and not sequence.num_saved and not sequence.choice
