@@ -28,8 +28,7 @@ from tandem_worker.tiers.format import Geometry, TierKey
 from tandem_worker.tiers.policy import is_sooner, predict_seconds
 from tandem_worker.tiers.store import SegmentStore
 
-from bench.routing.fleet import STEP_SECONDS, STEP_SECONDS_PER_ANSWER, Served
-from bench.routing.fleet import Fleet as PlainFleet
+from bench.routing.fleet import STEP_SECONDS, Fleet, Served
 from bench.routing.policies import Policy, RoundRobin, Tandem
 from bench.routing.simulate import Replay, replay
 
@@ -53,7 +52,7 @@ class Nowhere(Volume):
         pass
 
 
-class TieredFleet(PlainFleet):
+class TieredFleet(Fleet):
     """Workers with a disk each; `disk_tokens` 0: none."""
 
     def __init__(
@@ -98,8 +97,7 @@ class TieredFleet(PlainFleet):
         first = max(ready, float(self.free_at[worker])) + (arrival.prompt - tokens) / self.rate
         self.free_at[worker] = first
         self._keep_blocks(worker, names, matched, arrival.at)
-        step = STEP_SECONDS + STEP_SECONDS_PER_ANSWER * 8
-        return Served(first, first + step * arrival.output, tokens, step)
+        return Served(first, first + STEP_SECONDS * arrival.output, tokens, STEP_SECONDS)
 
     def _load(self, worker: int, names: Sequence[bytes], now: float) -> tuple[int, float]:
         """Blocks that come from the disk, and when they are there."""
@@ -141,13 +139,13 @@ class TieredFleet(PlainFleet):
 
 
 def play(
-    arrivals: list[Arrival], workers: int, build: Callable[[PlainFleet], Policy], **disk: Any
+    arrivals: list[Arrival], workers: int, build: Callable[[Fleet], Policy], **disk: Any
 ) -> tuple[Replay, TieredFleet]:
     fleet = TieredFleet(workers, tokens_per_second=TOKENS_PER_SECOND, kv_tokens=MEMORY_TOKENS, **disk)
     return replay(arrivals, fleet, build(fleet)), fleet
 
 
-def homes(kv_tokens: int) -> Callable[[PlainFleet], Policy]:
+def homes(kv_tokens: int) -> Callable[[Fleet], Policy]:
     """The gateway's own scheduling, told how many tokens a worker keeps."""
     return lambda fleet: Tandem(fleet, kv_tokens=kv_tokens)
 
@@ -155,7 +153,7 @@ def homes(kv_tokens: int) -> Callable[[PlainFleet], Policy]:
 def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
     """Hits and writes with and without disks, and first tokens at several bandwidths."""
     whole = MEMORY_TOKENS + DISK_TOKENS
-    plans: dict[str, tuple[Callable[[PlainFleet], Policy], dict[str, Any]]] = {
+    plans: dict[str, tuple[Callable[[Fleet], Policy], dict[str, Any]]] = {
         "homes, memory": (homes(MEMORY_TOKENS), {}),
         "homes, disk": (homes(whole), {"disk_tokens": DISK_TOKENS}),
         "homes, disk, written through": (homes(whole), {"disk_tokens": DISK_TOKENS, "write_through": True}),
@@ -174,13 +172,12 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
         }
         found[name] = figures
         print(f"{workers:4} workers  {name:30} {json.dumps(figures)}", flush=True)
-    plain = found["homes, memory"]["p90"]
     for bandwidth in BANDWIDTHS:
         seen, _ = play(arrivals, workers, homes(whole), disk_tokens=DISK_TOKENS, bandwidth=bandwidth)
         figures = {"hits": round(seen.hit_ratio(), 4), "p90": round(seen.ttft_at(90), 3)}
         found[f"homes, disk of {bandwidth / 1e6:.0f} MB/s"] = figures
         print(
-            f"{workers:4} workers  at {bandwidth / 1e6:5.0f} MB/s: {json.dumps(figures)}; memory alone {plain}",
+            f"{workers:4} workers  at {bandwidth / 1e6:5.0f} MB/s: {json.dumps(figures)}",
             flush=True,
         )
     return found
