@@ -39,7 +39,7 @@ from tandem_worker.tiers.writer import BlockWriter
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
-PROBE_BYTES = 4 << 20
+PROBE_BYTES = 2 << 20
 _SAVE_SECONDS = 60.0
 _STATE_FILE = "state.json"
 

@@ -188,13 +188,17 @@ class LoadPool:
         try:
             got = self._store.read(place, count, rows)
         except OSError as error:
-            self._refuse(load, first, place, damaged=False)
             failure = describe(error, f"a segment in {self._store.folder} cannot be read")
-            if failure.reason != VOLUME_GONE or not self._store.folder.is_dir():
-                self._health.fail(failure)
+            if failure.reason == VOLUME_GONE and self._store.folder.is_dir():
+                self._refuse(load, first, place)  # somebody has deleted this file
+                return
+            with load.lock:
+                load.limit = min(load.limit, first)
+            self._health.fail(failure)
             return
         if got is None:
-            self._refuse(load, first, place, damaged=False)
+            with load.lock:
+                load.limit = min(load.limit, first)
             return
         good = self._count_intact(load, first, min(got, count), rows)
         with load.lock:
@@ -212,7 +216,9 @@ class LoadPool:
         self._counters.count_read(good * self._store.geometry.slot_bytes, seconds)
         self._meter.observe(count * self._store.geometry.slot_bytes, seconds)
         if good < count:
-            self._refuse(load, first + good, load.places[first + good], damaged=True)
+            self._counters.count_damage()
+            logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
+            self._refuse(load, first + good, load.places[first + good])
 
     def _count_intact(self, load: _Load, first: int, count: int, rows: np.ndarray) -> int:
         for row in range(count):
@@ -221,13 +227,10 @@ class LoadPool:
                 return row
         return count
 
-    def _refuse(self, load: _Load, index: int, place: Place, *, damaged: bool) -> None:
-        """Blocks from `index` on are computed. `damaged`: what is at `place` is not what it should be."""
+    def _refuse(self, load: _Load, index: int, place: Place) -> None:
+        """Blocks from `index` on are computed, and the segment of `place` goes."""
         with load.lock:
             load.limit = min(load.limit, index)
-        if damaged:
-            self._counters.count_damage()
-            logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
         try:
             self._store.discard(place)
         except OSError as error:
