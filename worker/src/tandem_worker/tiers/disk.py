@@ -129,6 +129,7 @@ class DiskTier:
     def close(self, timeout: float = 2.0) -> None:
         """End the threads, those that hang in the system excepted. Loads under way end with what is there."""
         self._closed.set()
+        self._flushed.set()
         self._pool.close()
         self._writer.close()
         deadline = time.monotonic() + timeout
