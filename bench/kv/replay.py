@@ -25,7 +25,7 @@ from tandem_sim.traces import BLOCK_TOKENS, Arrival, read_trace
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.tiers.files import Volume
 from tandem_worker.tiers.format import Geometry, TierKey
-from tandem_worker.tiers.policy import is_sooner, predict_seconds
+from tandem_worker.tiers.policy import is_slow, is_sooner, predict_seconds
 from tandem_worker.tiers.store import SegmentStore
 
 from bench.routing.fleet import STEP_SECONDS, Fleet, Served
@@ -37,7 +37,7 @@ TOKEN_BYTES, TOKENS_PER_SECOND = 23_040, 16_000.0
 SEGMENT_BLOCKS = 6
 """Of the recording's blocks, 512 tokens each, about 64 MiB."""
 COLD_SHARE, BATCH = 0.25, 4
-BANDWIDTHS = (10e6, 100e6, 400e6, 1e9, 3e9)
+BANDWIDTHS = (10e6, 400e6, 750e6, 1.5e9, 3e9)
 GOALS = {4: 0.308, 16: 0.350, 64: 0.367}
 """Hits with homes of bounded load, as the issue of this tier had measured them with policies of their own."""
 
@@ -173,8 +173,8 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
         found[name] = figures
         print(f"{workers:4} workers  {name:30} {json.dumps(figures)}", flush=True)
     for bandwidth in BANDWIDTHS:
-        # A disk that is slower than computing switches itself off, and gateways reckon with memory alone.
-        disk_tokens = DISK_TOKENS if bandwidth >= TOKEN_BYTES * TOKENS_PER_SECOND else 0
+        # A disk that is slow switches itself off, and gateways reckon with memory alone.
+        disk_tokens = 0 if is_slow(bandwidth, TOKEN_BYTES, 1 / TOKENS_PER_SECOND) else DISK_TOKENS
         build = homes(MEMORY_TOKENS + disk_tokens)
         seen, _ = play(arrivals, workers, build, disk_tokens=disk_tokens, bandwidth=bandwidth)
         figures = {"hits": round(seen.hit_ratio(), 4), "p90": round(seen.ttft_at(90), 3)}

@@ -11,6 +11,7 @@ from tandem_worker.tiers.policy import (
     UNKNOWN_SECONDS,
     WriteBudget,
     cut_after,
+    is_slow,
     is_sooner,
     plan_batch,
     plan_limit,
@@ -50,6 +51,11 @@ def test_a_load_that_is_faster_than_computing_is_never_cut(count: int, per_block
     for valid in range(count):
         assert (valid + 1) * share * per_block <= cut_after(valid, count, per_block) + per_block * share
         assert valid * share * per_block <= cut_after(valid, count, per_block)
+
+
+def test_a_disk_is_to_be_twice_as_fast_as_computing() -> None:
+    assert not is_slow(200.0, 10, 0.1)
+    assert is_slow(199.0, 10, 0.1)
 
 
 def test_where_computing_is_not_known_a_load_has_half_a_second_for_each_block() -> None:

@@ -31,7 +31,7 @@ from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
-from tandem_worker.tiers.policy import WriteBudget, is_sooner, plan_limit, plan_segment_bytes
+from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import SegmentStore
 from tandem_worker.tiers.writer import BlockWriter
@@ -233,13 +233,13 @@ class DiskTier:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block
         if rate is None or per_block is None:
             return
-        rate, least = rate * NUM_READERS, self._store.geometry.slot_bytes / per_block
-        if rate < least:
+        rate, slot_bytes = rate * NUM_READERS, self._store.geometry.slot_bytes
+        if is_slow(rate, slot_bytes, per_block):
             self.health.fail(
                 TierError(
                     VOLUME_SLOW,
-                    f"it is read at {rate / 1e6:.1f} MB/s, and computing the same blocks takes as long as "
-                    f"{least / 1e6:.1f} MB/s",
+                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {LEAST_GAIN * slot_bytes / per_block / 1e6:.1f} "
+                    f"MB/s to be {LEAST_GAIN:g} times as fast as computing",
                 )
             )
 

@@ -11,6 +11,9 @@ GRACE_SECONDS = 0.02
 """Or after this, where that is more."""
 UNKNOWN_SECONDS = 0.5
 """A load that brings nothing is cut after this where nobody knows what computing takes."""
+LEAST_GAIN = 2.0
+"""A disk is in use where reading is this many times as fast as computing. Gateways send sessions to where their blocks
+are; for less than this, what it saves there is not worth the queues."""
 HEAD_ROOM = 0.05
 """Share of the volume that stays free: what lies beside the blocks, and what a filesystem takes for itself."""
 SECOND_USE_SHARE = 0.8
@@ -21,6 +24,11 @@ DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3600.0
 def is_sooner(load_seconds: float, num_blocks: int, seconds_per_block: float | None) -> bool:
     """Whether loading is sooner than computing. Where nobody knows what computing takes, loading is tried."""
     return seconds_per_block is None or load_seconds < num_blocks * seconds_per_block
+
+
+def is_slow(rate: float, slot_bytes: int, seconds_per_block: float) -> bool:
+    """Whether a disk that is read at `rate` bytes per second is to be left alone."""
+    return rate * seconds_per_block < LEAST_GAIN * slot_bytes
 
 
 def cut_after(valid: int, num_blocks: int, seconds_per_block: float | None) -> float:
