@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import TTFTDeadline
@@ -28,7 +29,6 @@ from tandem_worker.engine.contract import (
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.execute.lanes import LaneRunner
-from tandem_worker.engine.loading import TierDesk
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -36,11 +36,14 @@ from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.engine.tiers import Tier
 from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.loading import TierDesk
+    from tandem_worker.engine.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +140,8 @@ class EngineCore:
     def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object]) -> TierDesk:
         """Join with a tier, before the first request: what it tells the engine goes by way of the desk. A group's lanes
         have none."""
+        from tandem_worker.engine.loading import TierDesk
+
         (lane,) = self._runner.lanes
         return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
 

@@ -311,6 +311,8 @@ class _Start:
         return engine, ends
 
     def _open_tier(self, built: tuple[EngineCore, Ends], digest: str) -> DiskTier | None:
+        if self._config.kv.disk is None:
+            return None  # and nothing of it is imported
         from tandem_worker.process.tiers import open_tier
 
         return open_tier(built[0], self._config, digest, self._runtime)

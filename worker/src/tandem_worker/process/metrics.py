@@ -13,12 +13,13 @@ from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.process.progress import StartFigure
-from tandem_worker.process.tiers import add_tier, describe_tier
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
+    from tandem_api.telemetry import TierTelemetry
+
     from tandem_worker.host.files.exchange import FileSample
     from tandem_worker.tiers.stats import TierStats
 
@@ -92,7 +93,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
         start_seconds=None if sample.start is None else sample.start.seconds,
         start_from=None if sample.start is None else sample.start.origin,
-        kv_tiers=[] if sample.tier is None else [describe_tier(sample.tier)],
+        kv_tiers=_describe_tiers(sample.tier),
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
@@ -124,7 +125,7 @@ def build_metrics_text(
     _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
-    add_tier(out, sample.tier)
+    _add_tier(out, sample.tier)
     _add_damage(out, sample)
     _add_gpu(out, sample.gpu)
     _add_grammars(out, sample)
@@ -265,6 +266,21 @@ def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
         "What peers with a key were refused, because they wanted more than a peer may.",
         [({"quota": quota}, count) for quota, count in transfer.quota_refusals.items()],
     )
+
+
+def _describe_tiers(tier: TierStats | None) -> list[TierTelemetry]:
+    if tier is None:
+        return []
+    from tandem_worker.process.tiers import describe_tier
+
+    return [describe_tier(tier)]
+
+
+def _add_tier(out: Families, tier: TierStats | None) -> None:
+    if tier is not None:
+        from tandem_worker.process.tiers import add_tier
+
+        add_tier(out, tier)
 
 
 def _add_damage(out: Families, sample: WorkerSample) -> None:

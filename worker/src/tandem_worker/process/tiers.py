@@ -63,10 +63,8 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
     )
 
 
-def add_tier(out: Families, stats: TierStats | None) -> None:
-    """The tier's metrics; none where there is no tier."""
-    if stats is None:
-        return
+def add_tier(out: Families, stats: TierStats) -> None:
+    """The tier's metrics."""
     tier = {"tier": stats.tier}
     read, written = tier | {"direction": "read"}, tier | {"direction": "written"}
     out.counters(

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from tandem_worker.engine.schedule.idle import WatchedCache
 from tandem_worker.engine.schedule.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.schedule.idle import WatchedCache
 
 
 class BlockManager:
@@ -29,6 +32,8 @@ class BlockManager:
 
     def watch(self) -> WatchedCache:
         """From now on idle blocks can be taken from the cold end. To be called while none is named."""
+        from tandem_worker.engine.schedule.idle import WatchedCache
+
         assert not len(self.cache), "blocks were named before they were watched"
         self.cache = watched = WatchedCache(self.num_blocks + 1, lambda: len(self._free))
         return watched
