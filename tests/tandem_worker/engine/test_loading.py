@@ -232,6 +232,50 @@ def test_prompts_whose_every_position_is_read_are_not_loaded(make: Make) -> None
     wait_until(lambda: rig.engine.idle)
 
 
+class Sink(ScriptedTier):
+    """Notes when it is told that blocks are due, and what it is offered."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.told = 0
+        self.offers: list[Offer | None] = []
+        self.rig = rig
+        self.engine = rig.engine.open_desk(self, cold_blocks=1000, fence=lambda: None)
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+        return None
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return False
+
+    def due(self) -> None:
+        self.told += 1
+
+    def offered(self, offer: Offer | None) -> None:
+        self.offers.append(offer)
+
+
+def test_what_could_not_be_offered_for_want_of_room_is_told_again() -> None:
+    rig = Rig(HistoryModel(), 24)
+    sink = Sink(rig)
+    rig.submit("long", OTHER[:5], max_tokens=59)
+    rig.out.wait_tokens("long", 40)
+    rig.submit("a", PROMPT, max_tokens=1)
+    rig.out.wait_finished(1)
+    wait_until(lambda: sink.told == 1)
+    sink.engine.offer_blocks(4)
+    wait_until(lambda: len(sink.offers) == 1)
+    rig.wait()
+    sink.engine.offer_blocks(4)
+    wait_until(lambda: len(sink.offers) == 2)
+    assert sink.offers[0] is not None or sink.told == 2
+    assert sink.offers[1] is not None
+    for offer in sink.offers:
+        if offer is not None:
+            sink.engine.hand_back(offer)
+    wait_until(lambda: rig.engine._scheduler.blocks.num_held == 0)
+    rig.close()
+
+
 class NoPrefill:
     """A prefill client none of whose workers takes an order."""
 

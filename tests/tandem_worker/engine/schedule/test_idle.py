@@ -158,3 +158,19 @@ def test_what_nobody_takes_does_not_pile_up() -> None:
         blocks.hold([block])
         blocks.release([block], [name_of(1)], float(turn))
     assert len(cache._queue) < 1200
+
+
+def test_it_tells_again_when_nothing_could_be_taken() -> None:
+    blocks, cache = watched()
+    told: list[int] = []
+    cache.on_due = lambda: told.append(1)
+    taken = blocks.allocate(10)
+    names = [name_of(number) for number in range(10)]
+    blocks.release(taken[:8], names[:8], 1.0)
+    assert told == [1]
+    cache.ask_again()
+    blocks.release(taken[8:9], names[8:9], 2.0)
+    assert told == [1, 1]
+    assert cache.take_coldest(0, lambda name, reused: False) == []
+    blocks.release(taken[9:], names[9:], 3.0)
+    assert told == [1, 1, 1]

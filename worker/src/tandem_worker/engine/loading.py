@@ -110,6 +110,7 @@ class OfferDesk:
         blocks = self._scheduler.blocks
         count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
         if count <= 0:
+            self._cache.ask_again()
             self._sink.offered(None)
             return
         take = self._cache.take_hottest if hottest else self._cache.take_coldest

@@ -45,7 +45,7 @@ class WatchedCache(PrefixCache):
         self.cold_blocks = 0
         """So many blocks that are handed out next are to be examined."""
         self.on_due: Callable[[], None] = lambda: None
-        """Called when a block is due, and not again before `take_coldest` found none left."""
+        """Called when a block is due, and not again before `take_coldest` has taken what is due, or nothing."""
 
     @property
     def is_due(self) -> bool:
@@ -93,7 +93,7 @@ class WatchedCache(PrefixCache):
                 continue
             self._num_examined += 1
             self._take(block, taken, passes)
-        self._asked = self.is_due
+        self._asked = bool(taken) and self.is_due
         return taken
 
     def take_hottest(self, count: int, passes: Callable[[bytes, bool], bool]) -> list[tuple[int, bytes]]:
@@ -109,6 +109,10 @@ class WatchedCache(PrefixCache):
             self._num_examined += 1
             self._take(block, taken, passes)
         return taken
+
+    def ask_again(self) -> None:
+        """Nothing could be taken now: `on_due` is to be called for the next block that is due."""
+        self._asked = False
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """These are copied."""
