@@ -204,6 +204,10 @@ soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leak
 soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and decode: nothing wrong, nothing failed
 	@$(RUN) python -m bench.transfer.soak
 
+.PHONY: bench-kv
+bench-kv: setup ## Blocks on a disk: first tokens against computing and memory, and what a step costs beside (idle cores; BENCH="--folder DISK")
+	@$(RUN) python -m bench.kv $(BENCH)
+
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU, latency and memory of the gateway, beside nginx and other gateways where they are installed
 	@$(RUN) python -m bench.gateway.run

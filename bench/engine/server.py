@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ class Worker:
     port: int
     kv_port: int
     process: subprocess.Popen[bytes]
+    metrics_port: int = 0
 
     def cpu_seconds(self) -> float:
         """User plus system time of the process so far."""
@@ -50,9 +51,12 @@ def worker(
     *,
     native: bool = True,
     weights: str = "Auto",
+    kv: Mapping[str, Any] | None = None,
+    drain_seconds: float = 1,
 ) -> Iterator[Worker]:
     """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead. Without
-    `native` torch computes what the CPU kernels would; `weights` is `spec.engine.weights`."""
+    `native` torch computes what the CPU kernels would; `weights` is `spec.engine.weights`, `kv` more of the launch
+    configuration's part of that name."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -62,10 +66,10 @@ def worker(
         "model": {"uri": f"file://{model}"},
         "device": "CPU",
         "dtype": dtype,
-        "kv": {"memoryBytes": 2 << 30, "port": kv_port},
+        "kv": {"memoryBytes": 2 << 30, "port": kv_port} | dict(kv or {}),
         "httpPort": port,
         "metricsPort": metrics_port,
-        "drainTimeoutSeconds": 1,
+        "drainTimeoutSeconds": drain_seconds,
     }
     if weights != "Auto":
         document["weights"] = weights
@@ -89,11 +93,11 @@ def worker(
             )
         try:
             wait_ready(process, metrics_port, log)
-            yield Worker(port, kv_port, process)
+            yield Worker(port, kv_port, process, metrics_port)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(10 + drain_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
 

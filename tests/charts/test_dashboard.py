@@ -113,7 +113,10 @@ def test_legends_name_labels_that_are_left() -> None:
 
 def test_what_it_shows() -> None:
     rows = [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"]
-    assert rows == ["Fleet", "SLO", "Scaling decisions", "Key-value cache", "GPU and NVLink", "Operator"]
+    assert rows == [
+        "Fleet", "SLO", "Scaling decisions", "Key-value cache", "Disks for key-value blocks",
+        "GPU and NVLink", "Operator",
+    ]  # fmt: skip
 
 
 def test_its_form_is_grafanas() -> None:

@@ -375,6 +375,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"args": ["--seed", "1", "--x=2", "3"]}}, r"engine.args\[3\] is '3', which has a value"),
         ({"engine": {"args": ["--dtype.x=1"]}}, "engine.args has an argument that the operator writes"),
         ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
+        ({"kv": {"disk": {"size": "2Gi"}}}, "kv.disk is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
         ({"gateway": {"link": "Native"}}, "gateway.link must be HTTP with another engine"),

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric, WorkerTelemetry
+from tandem_api.telemetry import Metric, TierTelemetry, WorkerTelemetry
 from tandem_gateway import telemetry
 from tandem_gateway.scheduling import Demand, Worker
 from tandem_gateway.scheduling.scheduler import MOST_OTHERS
 from tandem_gateway.settings import parse_settings
-from tandem_gateway.telemetry import MAX_BYTES, TelemetryPoller
+from tandem_gateway.telemetry import MAX_BYTES, TelemetryPoller, describe_cache
 
 from tests.tandem_gateway.conftest import until
 
@@ -386,3 +386,20 @@ async def test_what_a_worker_tells_decides_where_requests_go(start_gateway, star
     port.behave = die
     await until(lambda: endpoint.others == 0, wait=20)
     assert endpoint.load == 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([], (50.0, 1600)),
+        ([TierTelemetry(tier="disk", capacity_tokens=10_000)], (0.0, 11_600)),
+        ([TierTelemetry(tier="disk", capacity_tokens=10_000, horizon=20.0)], (20.0, 11_600)),
+        ([TierTelemetry(tier="disk", capacity_tokens=10_000, reason="VolumeFull")], (50.0, 1600)),
+    ],
+)
+def test_what_memory_gives_up_stays_on_a_disk_that_works(
+    tiers: list[TierTelemetry], expected: tuple[float, int]
+) -> None:
+    figures = {"kv_eviction_horizon": 50.0, "kv_blocks_total": 100, "kv_block_size": 16, "kv_tiers": tiers}
+    assert describe_cache(SAMPLE.model_copy(update=figures)) == expected
+    assert describe_cache(SAMPLE.model_copy(update=figures | {"kv_block_size": None})) == (50.0, None)

@@ -128,6 +128,7 @@ _LIMITS = (
     _Limit(".engine.generationSettings", _ARGS, _unset("engine.generationSettings", "'Model'")),
     _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
+    _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(
         ".kv.transport",
         "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",
@@ -228,6 +229,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.generation_settings != "Model",
         engine.weights != "Auto",
         kv.memory is not None,
+        kv.disk is not None,
         kv.transport != "Auto",
         not kv.verify,
         spec.gateway.link != "HTTP",

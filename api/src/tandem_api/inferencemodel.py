@@ -565,6 +565,9 @@ EngineArgument = Annotated[
 ]
 
 
+_SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
+
+
 class Engine(Authored):
     kind: EngineKind = "Tandem"
     """Which engine the workers run. `VLLM` and `SGLang` run the published images of those projects behind the same
@@ -610,7 +613,50 @@ class Engine(Authored):
     says: a temperature of 1 and nothing else. Tokens that end an answer count either way."""
 
 
+class KVDisk(Authored):
+    """Where workers keep blocks that their memory gives up: on a volume of their own, an emptyDir of the pod."""
+
+    size: Annotated[
+        Quantity,
+        Satisfies(
+            "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('64Mi')) >= 0",
+            "must be at least 64Mi",
+        ),
+    ]
+    """Of the volume of each worker, for example `200Gi`. A twentieth of it stays free. It takes as much of its node's
+    ephemeral storage, unless nodes give emptyDirs another place."""
+    write_through: bool = False
+    """Write blocks as soon as no request holds them, not when memory is about to give them up. Then a worker that is
+    killed loses nothing that was written, and more is written."""
+    max_daily_writes: (
+        Annotated[
+            Quantity,
+            Satisfies(
+                "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('1Mi')) >= 0",
+                "must be at least 1Mi: leave it out for no limit",
+            ),
+        ]
+        | None
+    ) = None
+    """What each worker writes to its volume within 24 hours at most, for example `1Ti`, so that an SSD lasts. Once four
+    fifths are written, only blocks that more than one request has used are. Without it there is no limit."""
+
+
 class KV(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.disk) || !has(self.memory) || !isQuantity(string(self.disk.size))"
+                    " || !isQuantity(string(self.memory))"
+                    " || quantity(string(self.disk.size)).compareTo(quantity(string(self.memory))) > 0",
+                    _SMALL_DISK,
+                    path=".disk.size",
+                )
+            ]
+        }
+    )
+
     transport: Literal["Auto", "TCP"] = "Auto"
     """How blocks move from prefill to decode workers."""
     memory: (
@@ -627,6 +673,17 @@ class KV(Authored):
     share of what is free after loading."""
     verify: bool = True
     """Checksum every received block; a bad one is sent again, then recomputed."""
+    disk: KVDisk | None = None
+    """Keep blocks that memory gives up on a disk, where later requests find them. Without it they are computed again.
+    It is for workers of one rank."""
+
+    @model_validator(mode="after")
+    def _disk_is_larger(self) -> KV:
+        if self.disk is None or self.memory is None:
+            return self
+        if parse_quantity(self.disk.size) <= parse_quantity(self.memory):
+            raise ValueError(f"disk.size {_SMALL_DISK}")
+        return self
 
 
 class Timeouts(Authored):
@@ -1221,6 +1278,10 @@ _LONE_STANDBY = (
     "needs workers of one rank, because the ranks of a group meet while they load: leave standby out, or leave"
     " parallelism at 1"
 )
+_LONE_DISK = (
+    "needs workers of one rank, because the ranks of a group keep no blocks on disks yet: leave disk out, or leave"
+    " parallelism at 1"
+)
 _TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
 
 
@@ -1338,6 +1399,11 @@ class InferenceModelSpec(Authored):
                     _LONE_STANDBY,
                     path=_STANDBY_PATH,
                 ),
+                rule(
+                    f"!has(self.kv) || !has(self.kv.disk) || {_is_lone('decode')} && {_is_lone('prefill')}",
+                    _LONE_DISK,
+                    path=".kv.disk",
+                ),
                 *foreign_rules(),
             ]
         }
@@ -1398,6 +1464,12 @@ class InferenceModelSpec(Authored):
         refusal = find_refusal(self)
         if refusal is not None:
             raise ValueError(refusal)
+        return self
+
+    @model_validator(mode="after")
+    def _can_keep_blocks(self) -> InferenceModelSpec:
+        if self.kv.disk is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
+            raise ValueError(f"kv.disk {_LONE_DISK}")
         return self
 
     @model_validator(mode="after")

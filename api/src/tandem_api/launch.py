@@ -16,6 +16,7 @@ from tandem_api.names import (
     GATEWAY_HTTP_PORT,
     GATEWAY_HTTPS_PORT,
     GATEWAY_METRICS_PORT,
+    KV_DISK_PATH,
     MODEL_CACHE_PATH,
     WORKER_FILES_PORT,
     WORKER_GROUP_PORT,
@@ -67,6 +68,19 @@ class ModelSource(Wire):
     """What a download becomes in the cache folder, where it holds safetensors files; None: it stays as it is."""
 
 
+class KVDiskConfig(Wire):
+    """Where a worker keeps blocks that its memory gives up."""
+
+    path: str = KV_DISK_PATH
+    """A folder of this worker alone."""
+    size_bytes: int
+    """Of the volume; a little of it stays free."""
+    write_through: bool = False
+    """Blocks are written as soon as no request holds them, not when memory is about to give them up."""
+    max_daily_writes: int | None = None
+    """Bytes; None: no limit."""
+
+
 class KVConfig(Wire):
     """The key-value cache of one worker and how its blocks travel."""
 
@@ -81,6 +95,8 @@ class KVConfig(Wire):
     """Port of the pod's first rank; the others follow it, one port each."""
     verify: bool = True
     """Checksum every block that is received."""
+    disk: KVDiskConfig | None = None
+    """None: what memory gives up is computed again."""
 
 
 class Parallelism(Wire):

@@ -38,6 +38,21 @@ class RankTelemetry(Wire):
     """The last critical error since the process started, by NVIDIA's number."""
 
 
+class TierTelemetry(Wire):
+    """Where a worker keeps key-value blocks that its memory gives up."""
+
+    tier: Annotated[str, Field(max_length=64)]
+    """`disk`."""
+    reason: Annotated[str, Field(max_length=64)] | None = None
+    """Why it is not in use, in a word; absent while it is."""
+    message: Annotated[str, Field(max_length=1000)] = ""
+    capacity_tokens: Count = 0
+    """For which there is room."""
+    stored_tokens: Count = 0
+    horizon: Amount = 0.0
+    """When the newest block that it gave up was last used (unix seconds); 0 when none was."""
+
+
 class WorkerTelemetry(Wire):
     """One sample. Figures that the machine cannot measure are absent (None), never zero.
 
@@ -94,6 +109,8 @@ class WorkerTelemetry(Wire):
     start_from: Annotated[str, Field(max_length=64)] | None = None
     """What it started from: `downloaded`, where the model's files came during the start, `files`, `prepared`, where
     weights came from a copy that an earlier start had made, or `standby`."""
+    kv_tiers: Annotated[list[TierTelemetry], Field(max_length=16)] = Field(default_factory=list[TierTelemetry])
+    """Below memory; empty where there are none."""
     vram_used_bytes: Count | None = None
     vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None
@@ -138,7 +155,19 @@ class Metric:
     WORKER_KV_TRANSFER_BYTES_TOTAL = "tandem_worker_kv_transfer_bytes_total"
     WORKER_KV_TRANSFER_FAILURES_TOTAL = "tandem_worker_kv_transfer_failures_total"
     WORKER_KV_INTEGRITY_FAILURES_TOTAL = "tandem_worker_kv_integrity_failures_total"
-    """Label `kind`: `header`, `body`, `block`, `logits`, `prompt`, `cached`."""
+    """Label `kind`: `header`, `body`, `block`, `logits`, `prompt`, `cached`, `tier`."""
+    WORKER_KV_TIER_TOKENS_TOTAL = "tandem_worker_kv_tier_tokens_total"
+    """Labels, here and of the next two: `tier` (`disk`), `direction` (`read`, `written`)."""
+    WORKER_KV_TIER_BYTES_TOTAL = "tandem_worker_kv_tier_bytes_total"
+    WORKER_KV_TIER_SECONDS_TOTAL = "tandem_worker_kv_tier_seconds_total"
+    WORKER_KV_TIER_EVICTIONS_TOTAL = "tandem_worker_kv_tier_evictions_total"
+    """Label `tier`."""
+    WORKER_KV_TIER_STORED_TOKENS = "tandem_worker_kv_tier_stored_tokens"
+    """Label `tier`."""
+    WORKER_KV_TIER_READY = "tandem_worker_kv_tier_ready"
+    """Label `tier`."""
+    WORKER_KV_LOADS_CUT_TOTAL = "tandem_worker_kv_loads_cut_total"
+    """Label `tier`."""
     WORKER_KV_QUOTA_REFUSALS_TOTAL = "tandem_worker_kv_quota_refusals_total"
     """Label `quota`: `sessions`, `orders`, `tokens`, `attachments`, `resends`."""
     WORKER_PREFILL_LOCAL_TOTAL = "tandem_worker_prefills_total"

@@ -65,6 +65,7 @@ from tandem_gateway.scheduling import (
 from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.sse import find_cached
 from tandem_gateway.surroundings import Surroundings
+from tandem_gateway.telemetry import describe_cache
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.turns import LARGE_BYTES, Turns
@@ -206,16 +207,17 @@ class Gateway:
             running=sample.running_requests,
         )
         now = asyncio.get_running_loop().time()
+        horizon, kv_tokens = describe_cache(sample)
         evicted_until = None
         if sample.at is not None:
             # Nothing was evicted, or what was last used so long ago.
-            evicted_until = now - (sample.at - sample.kv_eviction_horizon) if sample.kv_eviction_horizon else 0.0
+            evicted_until = now - (sample.at - horizon) if horizon else 0.0
         self.scheduler.observe(
             endpoint,
             now,
             queued_tokens=sample.queued_prefill_tokens,
             evicted_until=evicted_until,
-            kv_tokens=sample.kv_blocks_total * sample.kv_block_size if sample.kv_block_size else None,
+            kv_tokens=kv_tokens,
             prompts=sample.prompts,
         )
 

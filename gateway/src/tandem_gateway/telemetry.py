@@ -53,6 +53,22 @@ _REASONS = {Failure.CONNECT: "refused", Failure.LOCAL: "local", Failure.RESET: "
 log = logging.getLogger(__name__)
 
 
+def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
+    """When what a worker has forgotten was last used (unix seconds; 0: it has forgotten nothing), and how many tokens'
+    blocks it has room for; None: it does not tell.
+
+    What memory gives up stays in a tier that is in use, until that gives it up too.
+    """
+    if not sample.kv_block_size:
+        return sample.kv_eviction_horizon, None
+    tokens = sample.kv_blocks_total * sample.kv_block_size
+    tiers = [tier for tier in sample.kv_tiers if tier.reason is None and tier.capacity_tokens]
+    if not tiers:
+        return sample.kv_eviction_horizon, tokens
+    horizon = min(sample.kv_eviction_horizon, *(tier.horizon for tier in tiers))
+    return horizon, tokens + sum(tier.capacity_tokens for tier in tiers)
+
+
 class TelemetryPoller:
     """Owned by one event loop. `take` is discovery's. With a `period` of 0 nothing is read."""
 

@@ -20,6 +20,7 @@ from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metri
 from tandem_worker.process.progress import StartFigure
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.tiers.stats import TierStats
 from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats
 
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
@@ -42,12 +43,15 @@ SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf
 
 
 def sample(
-    gpu: GpuSample = GPU, transfer: TransferStats | None = None, spans: dict[str, int] | None = None
+    gpu: GpuSample = GPU,
+    transfer: TransferStats | None = None,
+    spans: dict[str, int] | None = None,
+    tier: TierStats | None = None,
 ) -> WorkerSample:
     return WorkerSample(
         at=40.5, draining=True, start=StartFigure(seconds=2.5, origin="prepared"),
         engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
-        spans=spans or {},
+        spans=spans or {}, tier=tier,
         files=FileSample(received={"peer": 41, "hub": 42}, faults={"wrong": 43}, bytes_sent=44, limit=45.5),
     )  # fmt: skip
 
@@ -70,7 +74,7 @@ def test_every_worker_metric_is_there_once() -> None:
     stats = TransferStats(
         integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0
     )
-    lines = text(transfer=stats, spans={"exported": 3}).splitlines()
+    lines = text(transfer=stats, spans={"exported": 3}, tier=TierStats()).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
             assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
@@ -119,7 +123,8 @@ def test_names_labels_and_help_are_what_dashboards_know() -> None:
         seconds_receiving=40.5,
     )
     known = Path(__file__).with_name("metrics.txt").read_text()
-    assert read_families(text(transfer=stats)) == read_families(known)
+    tier = TierStats(tokens_read=46, bytes_written=47, seconds_reading=48.5, evictions=49, loads_cut=50)
+    assert read_families(text(transfer=stats, tier=tier)) == read_families(known)
 
 
 def test_what_cannot_be_measured_is_absent() -> None:
@@ -127,6 +132,30 @@ def test_what_cannot_be_measured_is_absent() -> None:
     assert "vram" not in exposition
     assert "nvlink" not in exposition
     assert "transfer" not in exposition
+
+
+def test_a_tier_tells_what_it_does_and_why_it_does_not() -> None:
+    stats = TierStats(
+        reason="VolumeFull", message="it is full", capacity_tokens=160, stored_tokens=32, horizon=4.5, tokens_read=16,
+        bytes_written=7, seconds_reading=0.5, evictions=3, integrity_failures=2, loads_cut=1,
+    )  # fmt: skip
+    exposition = text(tier=stats)
+    labels = 'model="smollm2",role="decode"'
+    for line in (
+        f'kv_tier_tokens_total{{direction="read",{labels},tier="disk"}} 16.0',
+        f'kv_tier_bytes_total{{direction="written",{labels},tier="disk"}} 7.0',
+        f'kv_tier_seconds_total{{direction="read",{labels},tier="disk"}} 0.5',
+        f'kv_tier_evictions_total{{{labels},tier="disk"}} 3.0',
+        f'kv_integrity_failures_total{{kind="tier",{labels}}} 2.0',
+        f'kv_loads_cut_total{{{labels},tier="disk"}} 1.0',
+        f'kv_tier_ready{{{labels},tier="disk"}} 0.0',
+    ):
+        assert f"tandem_worker_{line}" in exposition
+    (tier,) = build_telemetry(FACTS, sample(tier=stats)).kv_tiers
+    assert (tier.reason, tier.message, tier.capacity_tokens, tier.stored_tokens, tier.horizon) == (
+        "VolumeFull", "it is full", 160, 32, 4.5,
+    )  # fmt: skip
+    assert build_telemetry(FACTS, sample()).kv_tiers == []
 
 
 def test_telemetry_has_the_same_figures() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,3 +100,25 @@ def test_a_second_sigterm_ends_at_once(workers: SimpleNamespace, tiny_model: Pat
             workers.eventually(lambda: worker.get("/readyz").status_code == 503, 5, "draining")
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(2) == 1
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_ends_leaves_its_blocks_on_its_disk(
+    workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Whether the next one loads them, or computes because that is sooner, is a matter of the machine; it has them."""
+    kv = {"memoryBytes": 32 << 20, "disk": {"path": str(tmp_path / "disk"), "sizeBytes": 64 << 20}}
+    prompt = " ".join(f"word {number}" for number in range(60))
+    told: list[str] = []
+    for turn in range(2):
+        with workers.run(tmp_path, "unified", tiny_model, kv=kv) as worker:
+            workers.await_ready(worker)
+            for _ in range(300):
+                if worker.metric("tandem_worker_kv_tier_ready") == 1:
+                    break
+                time.sleep(0.1)
+            assert (worker.metric("tandem_worker_kv_tier_stored_tokens") > 100) is (turn == 1)
+            told.append(worker.complete(prompt)["choices"][0]["text"])
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(60) == 0
+    assert told[0] == told[1]

@@ -18,6 +18,7 @@ import aiohttp
 from pydantic import ValidationError
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, StartingReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
+from tandem_api.telemetry import TierTelemetry
 
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.figures import STALE_SECONDS
@@ -67,6 +68,8 @@ class FleetView:
     """Gateways without a fresh report, and why."""
     starting: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """Workers that are not ready, by the name of the pod: its address, and what it says that it is doing."""
+    tiers: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
+    """What workers say of the disks that they keep blocks on, by the name of the pod; of others there is nothing."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -176,6 +179,7 @@ class FleetWatch:
                 if name not in fresh and not gateway.unable
             },
             starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
+            tiers=_tiers(self.reports(key)),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -278,6 +282,7 @@ class FleetWatch:
             view.unable,
             dict(view.silent),
             dict(view.starting),
+            {name: tier.reason for name, tier in view.tiers.items()},
             view.asked,
         )
         if told != model.told:
@@ -370,6 +375,20 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
                     host=_host(worker), admitted=worker.state == "Admitted", reason=worker.reason
                 )
     return found
+
+
+def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
+    """By worker. Of several samples of one worker the newest counts."""
+    found: dict[str, tuple[float, TierTelemetry]] = {}
+    for report in reports:
+        for worker in report.workers:
+            sample = worker.telemetry
+            if sample is None or not sample.kv_tiers:
+                continue
+            age = worker.telemetry_age or 0.0
+            if worker.name not in found or age < found[worker.name][0]:
+                found[worker.name] = age, sample.kv_tiers[0]
+    return {name: tier for name, (_, tier) in found.items()}
 
 
 def _host(worker: WorkerReport | StartingReport) -> str:

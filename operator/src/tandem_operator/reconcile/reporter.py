@@ -20,6 +20,7 @@ from tandem_operator.gateways.admission import (
 )
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.gateways.routing import seconds_left
+from tandem_operator.gateways.tiers import tiers_condition
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import Children, format_time
 from tandem_operator.objects.parsing import ModelReading
@@ -120,6 +121,7 @@ class Reporter:
                 *decided.prewarm.condition,
                 *understood_condition(reading.unknown),
                 *self._contention.condition(look.key),
+                *tiers_condition(decided.blueprint, self._fleet.view(look.key).tiers),
             ],
         )
 

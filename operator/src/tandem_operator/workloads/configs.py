@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from tandem_api import names
+from tandem_api.inferencemodel import KVDisk
 from tandem_api.launch import (
     GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
@@ -22,6 +23,7 @@ from tandem_api.launch import (
     GatewayTimeouts,
     GroupConfig,
     KVConfig,
+    KVDiskConfig,
     ModelSource,
     PackedForm,
     SchedulerConfig,
@@ -61,7 +63,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         dtype=spec.engine.dtype,
         weights=spec.engine.weights,
         max_model_len=spec.engine.max_model_len,
-        kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
+        kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify, disk=_kv_disk(spec.kv.disk)),
         scheduler=SchedulerConfig(
             max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens
         ),
@@ -123,6 +125,17 @@ def tracing(blueprint: Blueprint) -> TracingConfig | None:
     if percent is None:
         percent = 100.0 if usual is None else usual.sampling_percent
     return TracingConfig(endpoint=endpoint, sampling_percent=percent)
+
+
+def _kv_disk(disk: KVDisk | None) -> KVDiskConfig | None:
+    if disk is None:
+        return None
+    most = disk.max_daily_writes
+    return KVDiskConfig(
+        size_bytes=int(parse_quantity(disk.size)),
+        write_through=disk.write_through,
+        max_daily_writes=None if most is None else int(parse_quantity(most)),
+    )
 
 
 def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:

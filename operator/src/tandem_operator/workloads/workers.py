@@ -139,10 +139,15 @@ def token_env(blueprint: Blueprint) -> list[Manifest]:
 
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
+    """Volumes and mounts: the keys, what the model's source needs, the disk for blocks, and memory that the ranks of a
+    pod share."""
     volumes, mounts = model_volumes(blueprint, workload)
     if not is_foreign(blueprint):  # which could prove nothing with them
         volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
+    disk = blueprint.model.spec.kv.disk
+    if disk is not None:
+        volumes = [*volumes, {"name": "kv", "emptyDir": size_limit(disk.size)}]
+        mounts = [*mounts, {"name": "kv", "mountPath": names.KV_DISK_PATH}]
     size = workload.shared_memory_size_limit
     if workload.ranks_per_pod > 1 or size is not None:
         # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.

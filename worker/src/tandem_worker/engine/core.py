@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import TTFTDeadline
@@ -39,6 +40,10 @@ from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.loading import TierDesk
+    from tandem_worker.engine.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +136,14 @@ class EngineCore:
     def prefill_client(self, client: PrefillClient | None) -> None:
         """To be set before the first request: the transfer layer is built around this engine's `kv_cache`."""
         self._runner.prefill_client = client
+
+    def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object]) -> TierDesk:
+        """Join with a tier, before the first request: what it tells the engine goes by way of the desk. A group's lanes
+        have none."""
+        from tandem_worker.engine.loading import TierDesk
+
+        (lane,) = self._runner.lanes
+        return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
 
     def deliver_to(self, deliver: DeliverFunction) -> None:
         """From now on tokens go to `deliver`. To be called while no request is open."""
@@ -287,7 +300,7 @@ class EngineCore:
             if request_id in open_ids:
                 raise RequestError(f"request id {request_id!r} is in use", status=409)
             if (
-                sum(lane.scheduler.num_waiting for lane in self._runner.lanes) + len(self._commands)
+                sum(lane.scheduler.num_queued for lane in self._runner.lanes) + len(self._commands)
                 >= self._max_queued_requests
             ):
                 raise RequestError(

@@ -150,6 +150,8 @@ class StepRunner:
         """Nobody needs the blocks of this peer's prompt any more; they stay cached."""
         peer = self.peers.pop(request_id, None)
         if peer is not None:
+            if peer.sequence.state is SequenceState.LOADING and self.scheduler.loads is not None:
+                self.scheduler.loads.cancel(peer.sequence)
             self.scheduler.finish(peer.sequence)
             peer.request.choices = []
 
@@ -235,6 +237,8 @@ class StepRunner:
         request = sequence.request
         if sequence.state is SequenceState.RECEIVING and self.prefill_client is not None:
             self.prefill_client.cancel(request.id, request.generation)  # no late write may hit a freed block
+        if sequence.state is SequenceState.LOADING and self.scheduler.loads is not None:
+            self.scheduler.loads.cancel(sequence)
         self.scheduler.finish(sequence)
         sequence.sampler_state = None
         if request.num_open == 0:

@@ -38,7 +38,7 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
     blocks = scheduler.blocks
     return EngineStats(
         running_requests=len(scheduler.running) + len(scheduler.receiving),
-        queued_requests=scheduler.num_waiting + num_pending,
+        queued_requests=scheduler.num_queued + num_pending,
         running_tokens=scheduler.running_tokens,
         queued_prefill_tokens=scheduler.queued_prefill_tokens,
         kv_blocks_used=blocks.num_held,

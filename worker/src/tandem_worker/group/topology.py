@@ -93,6 +93,11 @@ def check_support(config: WorkerConfig) -> None:
             f"A worker of {parallelism.num_ranks} ranks cannot move blocks of preempted requests to host memory yet: "
             "leave out kv.host_memory_bytes.",
         )
+    if parallelism.num_ranks > 1 and config.kv.disk is not None:
+        raise StartupError(
+            "GroupUnsupported",
+            f"A worker of {parallelism.num_ranks} ranks cannot keep blocks on a disk yet: leave out kv.disk.",
+        )
     if config.role is not Role.UNIFIED and parallelism.expert * parallelism.data > 1:
         raise StartupError(
             "GroupUnsupported",

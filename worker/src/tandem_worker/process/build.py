@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
     from tandem_worker.server.structured.compiler import GrammarCompiler
+    from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
@@ -125,7 +126,8 @@ class _Start:
                 *("engine", "allocating the KV cache", self._build_engine),
                 *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
             ),
-            step("warm_up", "warming up", _warm_up, "engine", "weights"),
+            step("tier", "opening the disk tier", self._open_tier, "engine", "digest"),
+            step("warm_up", "warming up", _warm_up, "engine", "weights", "tier"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
                 *("engine", "client", "digest", "seat", "warm_up"),
@@ -133,7 +135,7 @@ class _Start:
             step(
                 *("worker", "building the application", self._build_worker),
                 *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "prepared", "memory"),
-                *("server", "warm_up"),
+                *("tier", "server", "warm_up"),
             ),
         ]
 
@@ -314,6 +316,13 @@ class _Start:
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         return engine, ends
 
+    def _open_tier(self, built: tuple[EngineCore, Ends], digest: str) -> DiskTier | None:
+        if self._config.kv.disk is None:
+            return None  # and nothing of it is imported
+        from tandem_worker.process.tiers import open_tier
+
+        return open_tier(built[0], self._config, digest, self._runtime)
+
     def _connect_transport(
         self,
         built: tuple[EngineCore, Ends],
@@ -335,6 +344,7 @@ class _Start:
         server: TcpPrefillServer | None,
         prepared: PreparedWeights,
         memory: MemoryLedger,
+        tier: DiskTier | None,
         *_: None,
     ) -> Worker:
         from tandem_worker.engine.execute.pages import BlockPages
@@ -359,6 +369,7 @@ class _Start:
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,
             others=lambda: {} if self._group is None else self._group.leader.gpus,
+            tier=tier,
         )
         return Worker(
             config=self._config,
@@ -371,6 +382,7 @@ class _Start:
             hub=hub,
             prefill_server=server,
             prefill_client=client,
+            tier=tier,
             grammars=grammars,
             grammars_later=self._is_woken and self._generates(model),
             group=self._group,
@@ -453,7 +465,7 @@ def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
 
 
-def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM) -> None:
+def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: DiskTier | None) -> None:
     engine, ends = built
     on_gpu = model.device.type == "cuda"
     warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))

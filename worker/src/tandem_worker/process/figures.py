@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.weighing import Matrices
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
+    from tandem_worker.tiers.stats import TierStats
 
 Refusals = Callable[[], Mapping[str, int]]
 """Connections or requests that a port did not let through, by reason."""
@@ -31,6 +32,12 @@ Refusals = Callable[[], Mapping[str, int]]
 class Transport(Protocol):
     def stats(self) -> TransferStats:
         """What the transport has counted so far. Any thread."""
+        ...
+
+
+class Tier(Protocol):
+    def stats(self) -> TierStats:
+        """What the tier has done so far, and what is there now. Any thread."""
         ...
 
 
@@ -54,6 +61,7 @@ class Figures:
         spans: Mapping[str, int],
         files: FileExchange | None = None,
         others: Callable[[], Mapping[int, GpuSample]] = dict,
+        tier: Tier | None = None,
     ) -> None:
         """`others`: what the GPUs of the group's other ranks told last."""
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
@@ -64,6 +72,7 @@ class Figures:
         self._start, self._refusals = start, refusals
         self._grammars = grammars
         self._spans, self._files, self._others = spans, files, others
+        self._tier = tier
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
         self.prompts = PromptNames()
@@ -104,4 +113,5 @@ class Figures:
             files=None if self._files is None else self._files.sample(),
             start=self._start.figure(),
             prompts=self.prompts.recent(),
+            tier=None if self._tier is None else self._tier.stats(),
         )

@@ -18,8 +18,11 @@ from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
+    from tandem_api.telemetry import TierTelemetry
+
     from tandem_worker.host.files.exchange import FileSample
     from tandem_worker.model.weighing import Matrices
+    from tandem_worker.tiers.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class WorkerSample:
     """None where it is not known."""
     prompts: Sequence[str] = ()
     """Names of the prompts begun lately."""
+    tier: TierStats | None = None
+    """None where blocks that memory gives up are kept nowhere."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -92,6 +97,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         keeps_step_seconds=True,
         start_seconds=None if sample.start is None else sample.start.seconds,
         start_from=None if sample.start is None else sample.start.origin,
+        kv_tiers=_describe_tiers(sample.tier),
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
@@ -125,6 +131,8 @@ def build_metrics_text(
     _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
+    _add_tier(out, sample.tier)
+    _add_damage(out, sample)
     _add_gpu(out, sample.gpu)
     _add_grammars(out, sample)
     out.counters(
@@ -273,21 +281,38 @@ def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
         "KV transfers that were given up, whatever the reason.",
         transfer.failures,
     )
-    for name, text, label, counts in (
-        (
-            Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
-            "What arrived over the KV transport and was not used, because it was damaged or not what was ordered.",
-            "kind",
-            transfer.integrity_failures,
-        ),
-        (
-            Metric.WORKER_KV_QUOTA_REFUSALS_TOTAL,
-            "What peers with a key were refused, because they wanted more than a peer may.",
-            "quota",
-            transfer.quota_refusals,
-        ),
-    ):
-        out.counters(name, text, [({label: key}, count) for key, count in counts.items()])
+    out.counters(
+        Metric.WORKER_KV_QUOTA_REFUSALS_TOTAL,
+        "What peers with a key were refused, because they wanted more than a peer may.",
+        [({"quota": quota}, count) for quota, count in transfer.quota_refusals.items()],
+    )
+
+
+def _describe_tiers(tier: TierStats | None) -> list[TierTelemetry]:
+    if tier is None:
+        return []
+    from tandem_worker.process.tiers import describe_tier
+
+    return [describe_tier(tier)]
+
+
+def _add_tier(out: Families, tier: TierStats | None) -> None:
+    if tier is not None:
+        from tandem_worker.process.tiers import add_tier
+
+        add_tier(out, tier)
+
+
+def _add_damage(out: Families, sample: WorkerSample) -> None:
+    counts = {} if sample.transfer is None else dict(sample.transfer.integrity_failures)
+    if sample.tier is not None:
+        counts["tier"] = sample.tier.integrity_failures
+    out.counters(
+        Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
+        "What arrived over the KV transport, or from a tier, and was not used, because it was damaged or not what was "
+        "ordered.",
+        [({"kind": kind}, count) for kind, count in counts.items()],
+    )
 
 
 def _add_grammars(out: Families, sample: WorkerSample) -> None:

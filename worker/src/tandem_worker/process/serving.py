@@ -290,6 +290,7 @@ class ServingProcess:
         timeout = self._drain_seconds()
         logger.info("draining for at most %g s", timeout)
         deadline = time.monotonic() + timeout
+        flushed = asyncio.create_task(asyncio.to_thread(worker.flush, timeout))
         # The engine ends requests on its own thread and has nobody to tell: a look now and then is all it takes.
         while not worker.idle and not self._is_broken(worker) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
@@ -297,6 +298,9 @@ class ServingProcess:
             logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
         if self._lost is None:
             await worker.give_up("The worker stopped before the answer was complete.")
+        if not self._is_broken(worker):
+            await flushed
+            await asyncio.to_thread(worker.flush, deadline - time.monotonic())
 
     def _is_broken(self, worker: Worker) -> bool:
         return self._lost is not None or worker.engine.failure is not None

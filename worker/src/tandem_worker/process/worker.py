@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.server.structured.compiler import GrammarCompiler
+    from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
@@ -52,6 +53,8 @@ class Worker:
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
+    tier: DiskTier | None = None
+    """Where blocks go that memory gives up."""
     grammars: GrammarCompiler
     grammars_later: bool = False
     """The process that compiles grammars is not started yet, and is to be once nobody waits for the first answer."""
@@ -92,6 +95,11 @@ class Worker:
         if self.prefill_server is not None:
             self.prefill_server.drain()
 
+    def flush(self, seconds: float) -> None:
+        """Blocks that are in memory alone go to the disk, for so long at most. Blocks the calling thread."""
+        if self.tier is not None and self.engine.failure is None and seconds > 0:
+            self.tier.flush(seconds)
+
     def close(self) -> None:
         """End everything at once: peers first, whose blocks the engine holds, then the engine and its processes."""
         if self.prefill_server is not None:
@@ -99,6 +107,8 @@ class Worker:
         if self.prefill_client is not None:
             self.prefill_client.close()
         self.pages.stop()
+        if self.tier is not None:
+            self.tier.close()
         self.engine.stop(timeout=5.0)
         self.grammars.close()
         if self.group is not None:

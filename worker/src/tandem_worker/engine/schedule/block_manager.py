@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from tandem_worker.engine.schedule.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.schedule.idle import WatchedCache
 
 
 class BlockManager:
@@ -25,6 +29,14 @@ class BlockManager:
         self._free = array("i", range(num_blocks - 1, 0, -1))
         self._num_fresh = len(self._free)
         """Blocks at the bottom of the free ones that were never given out: those that come back lie on top of them."""
+
+    def watch(self) -> WatchedCache:
+        """From now on idle blocks can be taken from the cold end. To be called while none is named."""
+        from tandem_worker.engine.schedule.idle import WatchedCache
+
+        assert not len(self.cache), "blocks were named before they were watched"
+        self.cache = watched = WatchedCache(self.num_blocks + 1, lambda: len(self._free))
+        return watched
 
     @property
     def num_available(self) -> int:

@@ -125,16 +125,27 @@ class PrefixCache:
         self.remove_idle(block)
         self.add_idle(block, now)
 
+    def next_idle(self, block: int) -> int:
+        """The idle block that was used next after this one, or, of 0, the least recently used; 0: there is none."""
+        return self._records[_STRIDE * block + _NEWER]
+
+    def name_of(self, block: int) -> bytes:
+        """The name of a named block."""
+        return bytes(self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)])
+
     def evict(self) -> int:
         """Take the name from the least recently used idle block and hand the block out."""
+        return self.give_up(self._records[_NEWER])
+
+    def give_up(self, block: int) -> int:
+        """Take the name from an idle block and hand it out."""
         records = self._records
-        block = records[_NEWER]
         assert block != 0, "evict() without an idle block"
         self.remove_idle(block)
         at = _STRIDE * block
         self._horizon = max(self._horizon, records[at + _LAST_USE])
         records[at + _NAMED] = 0
-        del self._block_of[bytes(self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)])]
+        del self._block_of[self.name_of(block)]
         return block
 
     def idle_blocks(self) -> list[int]:

@@ -1,13 +1,15 @@
 """A request inside the engine: one `Sequence` per choice, each a small state machine.
 
     PARKED ──▶ WAITING ◀──▶ RUNNING ──▶ HELD
-                  │            ▲          │
-                  └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
+                │ │            ▲          │
+                │ └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
+                └◀▶ LOADING
 
 PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks, except
 in host memory after a preemption that moved theirs. RECEIVING ones hold the blocks that a prefill worker writes to and
-cost no compute; until the prefill worker has begun, others may take these blocks from them. RUNNING ones are prefilling
-or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
+cost no compute; until the prefill worker has begun, others may take these blocks from them. LOADING ones hold cached
+blocks and those that a tier of this worker writes to, outside the queue; others may take them too. RUNNING ones are
+prefilling or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class SequenceState(Enum):
     PARKED = "parked"
     WAITING = "waiting"
     RECEIVING = "receiving"
+    LOADING = "loading"
     RUNNING = "running"
     HELD = "held"
     FINISHED = "finished"
@@ -33,7 +36,8 @@ class SequenceState(Enum):
 
 _NEXT_STATES = {
     SequenceState.PARKED: {SequenceState.WAITING, SequenceState.RUNNING},
-    SequenceState.WAITING: {SequenceState.RECEIVING, SequenceState.RUNNING},
+    SequenceState.WAITING: {SequenceState.RECEIVING, SequenceState.RUNNING, SequenceState.LOADING},
+    SequenceState.LOADING: {SequenceState.WAITING},
     SequenceState.RECEIVING: {SequenceState.RUNNING, SequenceState.WAITING},
     SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.HELD},
     SequenceState.HELD: set[SequenceState](),
@@ -118,6 +122,7 @@ class Sequence:
         "host_blocks",
         "key",
         "last_input",
+        "load_tried",
         "lockstep",
         "num_computed",
         "num_named",
@@ -172,6 +177,8 @@ class Sequence:
         """Leading entries of `block_ids` that the engine's block table has."""
         self.queued_tokens = 0
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
+        self.load_tried = False
+        """Tiers were asked for its blocks."""
         self.overdue = False
         """The prefill worker takes long to begin."""
         self.retry_required = 0

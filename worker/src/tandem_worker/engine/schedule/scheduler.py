@@ -28,6 +28,7 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable
+from typing import Protocol
 
 from tandem_api.launch import TTFTDeadline
 
@@ -39,6 +40,18 @@ from tandem_worker.engine.schedule.request import Request, Sequence, SequenceSta
 
 _RETRY_STEPS = 16
 """A refused head of the queue is matched against the cache again after this many steps at the latest."""
+
+
+class Loads(Protocol):
+    """Brings blocks back from tiers (`engine.loading`)."""
+
+    def begin(self, sequence: Sequence, *, at_head: bool = False) -> bool:
+        """Whether this WAITING sequence is LOADING now."""
+        ...
+
+    def cancel(self, sequence: Sequence) -> None:
+        """When this returns nothing is written any more to the blocks of a LOADING sequence."""
+        ...
 
 
 def first_chunk(length: int, most: int, block_size: int) -> int:
@@ -92,6 +105,9 @@ class Scheduler:
         """The same sequences; `rows[s.row] is s`. A sequence that leaves is replaced by the last one."""
         self.receiving: set[Sequence] = set()
         self.held: set[Sequence] = set()
+        self.loads: Loads | None = None
+        """None: there is no tier to load from."""
+        self.loading: set[Sequence] = set()
         self._waiting: list[Sequence] = []
         """A heap by key. Aborted ones stay until they come up."""
         self._num_submitted = 0
@@ -105,6 +121,11 @@ class Scheduler:
         """Preemptions after which KV is computed again."""
         self.num_moved = 0
         """Preemptions that moved KV to the host."""
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait for their turn, those whose blocks are being loaded included."""
+        return self.num_waiting + len(self.loading)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -127,7 +148,8 @@ class Scheduler:
         leader = request.choices[0]
         if request.resumed is not None:
             leader = self._take_up(request.choices, request.resumed)
-        self._enqueue(leader)
+        if self.loads is None or (self._waiting and self._waiting[0].retry_required) or not self.loads.begin(leader):
+            self._enqueue(leader)
 
     @staticmethod
     def _take_up(choices: list[Sequence], resumed: tuple[tuple[int, ...] | None, ...]) -> Sequence:
@@ -179,7 +201,8 @@ class Scheduler:
             self._count_queued(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence in any state and let go of its blocks. The caller has cancelled writes of a RECEIVING one."""
+        """End a sequence in any state and let go of its blocks. Writes to those of a RECEIVING or LOADING one were
+        cancelled before."""
         if sequence.state is SequenceState.FINISHED:
             return
         self._withdraw(sequence)
@@ -214,6 +237,30 @@ class Scheduler:
         self.receiving.discard(sequence)
         sequence.request.endpoints = ()
         self._start_running(sequence)
+
+    def start_loading(self, sequence: Sequence, matched: list[int], count: int) -> bool:
+        """Hold the cached blocks `matched` and `count` new ones for a WAITING sequence in no queue, or at the head of
+        the queue, which it leaves then. False: there is no room."""
+        total = len(matched) + count
+        if self.blocks.count_required(matched, total) > self.blocks.num_available - -(-len(self.running) // 4):
+            return False
+        self.blocks.hold(matched)
+        sequence.block_ids = matched + self.blocks.allocate(count)
+        sequence.num_named = len(matched)
+        sequence.num_computed = sequence.num_planned = total * self.blocks.block_size
+        sequence.move_to(SequenceState.LOADING)
+        self.loading.add(sequence)
+        self._count_queued(sequence)
+        return True
+
+    def load_done(self, sequence: Sequence, valid: int) -> None:
+        """The first `valid` of the blocks to be loaded are there, under their names from here on; nothing is written
+        to the others any more. The sequence is queued in its place."""
+        self.loading.discard(sequence)
+        sequence.num_named += valid
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._enqueue(sequence)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -297,7 +344,7 @@ class Scheduler:
         if not fresh and not blocks.is_shared(block_ids[index]):
             return True
         while not blocks.num_available:
-            if self._take_reservation(plan):
+            if self._take_reservation(plan) or self._take_load(plan):
                 continue
             victim = self._last_preemptable()
             self._preempt(victim, plan)
@@ -326,6 +373,16 @@ class Scheduler:
         self._release_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._enqueue(sequence)
+        return True
+
+    def _take_load(self, plan: StepPlan) -> bool:
+        """Take the blocks of the last sequence that waits for a tier: it computes what it would have loaded."""
+        if not self.loading or self.loads is None:
+            return False
+        sequence = max(self.loading)
+        plan.num_preempted += 1
+        self.loads.cancel(sequence)
+        self.load_done(sequence, 0)
         return True
 
     def _take_over(self, plan: StepPlan) -> None:
@@ -415,6 +472,10 @@ class Scheduler:
                 continue
             if budget < min(block_size, sequence.num_tokens) and not remote_possible:
                 break
+            if self.loads is not None and self.loads.begin(sequence, at_head=True):
+                heapq.heappop(self._waiting)
+                self.num_waiting -= 1
+                continue
             if not self._take_blocks(sequence, plan):
                 if before is None:
                     self._take_over(plan)
@@ -453,6 +514,10 @@ class Scheduler:
             choice.key = (due, *choice.key[1:])
         heapq.heapreplace(self._waiting, sequence)
         return True
+
+    def goes_remote(self, sequence: Sequence, num_uncached: int) -> bool:
+        """Whether a prefill worker computes its prompt, when so many tokens of it are not in memory."""
+        return self._may_go_remote(sequence) and num_uncached > self._limits.local_prefill_max_tokens
 
     def _may_go_remote(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -537,6 +602,7 @@ class Scheduler:
             self.num_waiting -= 1
         self.receiving.discard(sequence)
         self.held.discard(sequence)
+        self.loading.discard(sequence)
         self.queued_prefill_tokens -= sequence.queued_tokens
         sequence.queued_tokens = 0
 

@@ -1,0 +1,114 @@
+"""Disks for key-value blocks: the volume, what workers are told, and what is told of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from operator_objects import blueprint
+from pydantic import ValidationError
+from tandem_api import names
+from tandem_api.fleet import FleetReport, WorkerReport
+from tandem_api.names import Role
+from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
+from tandem_operator.gateways.fleet import _tiers
+from tandem_operator.gateways.tiers import tiers_condition
+from tandem_operator.workloads import Blueprint
+from tandem_operator.workloads.configs import build_config_map, worker_config
+from tandem_operator.workloads.workers import build_stateful_set
+
+DISK = {"size": "10Gi", "writeThrough": True, "maxDailyWrites": "1Ti"}
+
+
+def with_disk(disk: dict[str, Any] | None = None, **spec: Any) -> Blueprint:
+    return blueprint(kv={"disk": DISK if disk is None else disk}, **spec)
+
+
+def test_every_worker_has_a_volume_of_its_own() -> None:
+    plan = with_disk(prefill={})
+    for role in plan.worker_roles:
+        config = worker_config(plan, role)
+        disk = config.kv.disk
+        assert disk is not None
+        assert (disk.path, disk.size_bytes, disk.write_through, disk.max_daily_writes) == (
+            names.KV_DISK_PATH, 10 << 30, True, 1 << 40,
+        )  # fmt: skip
+        pod = build_stateful_set(plan, role, build_config_map(plan, role, config))["spec"]["template"]["spec"]
+        assert {"name": "kv", "emptyDir": {"sizeLimit": "10Gi"}} in pod["volumes"]
+        assert {"name": "kv", "mountPath": names.KV_DISK_PATH} in pod["containers"][0]["volumeMounts"]
+
+
+def test_without_a_disk_nothing_is_as_it_was_not() -> None:
+    assert worker_config(blueprint(), Role.UNIFIED).kv.disk is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"kv": {"disk": {"size": "1Gi"}, "memory": "1Gi"}}, "larger than kv.memory"),
+        ({"kv": {"disk": {"size": "1Gi"}}, "decode": {"parallelism": {"tensor": 2}}}, "workers of one rank"),
+        ({"kv": {"disk": {"size": "1Gi"}}, "engine": {"kind": "VLLM"}}, "kv.disk is of Tandem's own engine"),
+        ({"kv": {"disk": {}}}, "size"),
+        ({"kv": {"disk": {"size": "1Gi", "storageClassName": "fast"}}}, "storageClassName"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        blueprint(**spec)
+
+
+def tell(reason: str | None, message: str = "") -> TierTelemetry:
+    return TierTelemetry(tier="disk", reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "status", "reason", "words"),
+    [
+        ({}, "Unknown", "DisksNotSeen", "no worker has told"),
+        ({"a": tell(None), "b": tell("Starting")}, "Unknown", "DisksNotSeen", "still looking"),
+        ({"a": tell(None), "b": tell(None)}, "True", "DisksInUse", "2 workers"),
+        (
+            {"b": tell("VolumeFull", "no space left"), "a": tell(None), "c": tell("Starting")},
+            "False",
+            "VolumeFull",
+            "1 of 3 workers have switched off .* b: no space left",
+        ),
+        (
+            {f"w{number}": tell("VolumeGone", "gone") for number in range(9)},
+            "False",
+            "VolumeGone",
+            "w0: gone; w1: gone; w2: gone and 6 more",
+        ),
+    ],
+)
+def test_the_condition_says_what_workers_say(
+    tiers: dict[str, TierTelemetry], status: str, reason: str, words: str
+) -> None:
+    (condition,) = tiers_condition(with_disk(), tiers)
+    assert (condition.type, condition.status, condition.reason) == ("KVTiersReady", status, reason)
+    assert re.search(words, condition.message)
+
+
+def test_nothing_is_said_where_no_disk_is_asked_for_or_nobody_serves() -> None:
+    assert tiers_condition(blueprint(), {"a": tell("VolumeFull")}) == []
+    assert tiers_condition(with_disk(suspend=True), {}) == []
+
+
+def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:
+    sample = WorkerTelemetry(
+        model_name="m", role=Role.UNIFIED, revision="r", pod="w", draining=False, running_requests=0,
+        queued_requests=0, running_tokens=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_cached=0,
+        kv_blocks_total=1, kv_eviction_horizon=0, kv_tiers=list(tiers),
+    )  # fmt: skip
+    worker = WorkerReport(
+        name="w", address="10.0.0.1:8000", role=Role.UNIFIED, revision="r", state="Admitted", telemetry=sample,
+        telemetry_age=age,
+    )  # fmt: skip
+    return FleetReport(gateway=gateway, started_at=0, at=0, workers=[worker])
+
+
+def test_of_several_gateways_the_newest_sample_counts() -> None:
+    old, new = report("a", 9.0, tell(None)), report("b", 1.0, tell("VolumeSlow"))
+    assert _tiers([old, new])["w"].reason == _tiers([new, old])["w"].reason == "VolumeSlow"
+    assert _tiers([report("a", 1.0)]) == {}

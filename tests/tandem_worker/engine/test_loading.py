@@ -1,0 +1,341 @@
+"""Sequences that wait for a tier: beside the queue, at their place in it afterwards, and never in the way of others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
+from tandem_worker.engine.schedule.request import SequenceState
+from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
+
+PROMPT = tuple(range(21))
+OTHER = tuple(range(40, 61))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.001)
+
+
+class ScriptedTier:
+    """Has the prompts that it is told of, and brings them when it is told to, from a cache that computed them."""
+
+    def __init__(self, rig: Rig, *, has: Sequence[tuple[int, ...]] = (PROMPT,)) -> None:
+        self.rig = rig
+        root = build_chain_root("")
+        self.names = {name for prompt in has for name in extend_chain(root, prompt, BLOCK_SIZE)}
+        self.tokens = {
+            name: prompt[BLOCK_SIZE * index : BLOCK_SIZE * (index + 1)]
+            for prompt in has
+            for index, name in enumerate(extend_chain(root, prompt, BLOCK_SIZE))
+        }
+        self.orders: list[LoadOrder] = []
+        self.started = threading.Semaphore(0)
+        self.cancelled: list[int] = []
+        self.engine: TierEngine = rig.engine.open_desk(self, cold_blocks=0, fence=lambda: None)
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+        count = next((index for index, name in enumerate(names) if name not in self.names), len(names))
+        return Run(count=count, seconds=0.0) if count else None
+
+    def start_load(self, order: LoadOrder) -> None:
+        self.orders.append(order)
+        self.started.release()
+
+    def cancel(self, load: int) -> None:
+        self.cancelled.append(load)
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return True
+
+    def due(self) -> None: ...
+
+    def offered(self, offer: Offer | None) -> None: ...
+
+    def bring(self, index: int, first: int, count: int, *, valid: int | None = None) -> None:
+        """Write `count` blocks of an order, whose first is block `first` of its prompt, and end it."""
+        import torch
+
+        from tests.tandem_worker.engine.history_model import _C, mix_tensor
+
+        order = self.orders[index]
+        layers = self.rig.engine.kv_cache.layers
+        for row in range(count):
+            tokens = torch.tensor(self.tokens[order.names[row]])
+            positions = torch.arange((first + row) * BLOCK_SIZE, (first + row + 1) * BLOCK_SIZE)
+            layers[0][order.block_ids[row]] = tokens
+            layers[1][order.block_ids[row]] = mix_tensor(tokens * _C + positions)
+        self.engine.load_ended(order.load, count if valid is None else valid)
+
+    def await_start(self) -> None:
+        assert self.started.acquire(timeout=10)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., tuple[Rig, ScriptedTier]]]:
+    rigs: list[Rig] = []
+
+    def build(num_blocks: int = 64, **options: object) -> tuple[Rig, ScriptedTier]:
+        rig = Rig(HistoryModel(), num_blocks, scheduler=options.pop("scheduler", None))  # type: ignore[arg-type]
+        rigs.append(rig)
+        return rig, ScriptedTier(rig, **options)  # type: ignore[arg-type]
+
+    yield build
+    for rig in rigs:
+        rig.close()
+        assert rig.engine._scheduler.blocks.num_held == 0
+        assert not rig.engine._scheduler.loading
+        assert rig.engine._scheduler.queued_prefill_tokens == 0
+        assert rig.engine.failure is None
+
+
+Make = Callable[..., tuple[Rig, ScriptedTier]]
+
+
+@pytest.mark.parametrize("valid", [0, 1, 3, 5])
+def test_valid_leading_blocks_stay_and_the_rest_is_computed(make: Make, valid: int) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    assert len(tier.orders[0].names) == 5
+    tier.bring(0, 0, valid)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert rig.out.last("a").num_cached_tokens == valid * BLOCK_SIZE
+    assert rig.model.num_tokens == 21 - valid * BLOCK_SIZE + 7
+
+
+def test_only_what_memory_lacks_is_loaded(make: Make) -> None:
+    rig, tier = make(has=(OTHER,))
+    rig.submit("a", OTHER[:9], max_tokens=1)
+    tier.await_start()
+    tier.bring(0, 0, 2)
+    rig.wait()
+    rig.submit("b", OTHER)
+    tier.await_start()
+    assert len(tier.orders[1].names) == 3
+    tier.bring(1, 2, 3)
+    rig.wait()
+    assert rig.out.tokens("b") == greedy_answer(OTHER, 8)
+    assert rig.out.last("b").num_cached_tokens == 20
+
+
+def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -> None:
+    rig, tier = make(scheduler={"max_running_requests": 1})
+    rig.submit("a", PROMPT, max_tokens=1)
+    tier.await_start()
+    assert rig.engine.stats().queued_requests >= 0
+    rig.submit("b", OTHER, max_tokens=60)
+    rig.out.wait_tokens("b", 1)
+    rig.submit("c", OTHER[:5], max_tokens=1)
+    tier.bring(0, 0, 5)
+    rig.wait()
+    order = [request for request, _ in rig.out.deltas]
+    assert order.index("a") < order.index("c")
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 1)
+
+
+def test_a_running_request_takes_the_blocks_of_a_load(make: Make) -> None:
+    """12 blocks: 6 are being loaded into, and an answer grows until it lacks one."""
+    rig, tier = make(num_blocks=12)
+    rig.submit("a", OTHER[:5], max_tokens=42)
+    rig.out.wait_tokens("a", 1)
+    rig.submit("b", PROMPT, max_tokens=2)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(OTHER[:5], 42)
+    assert rig.out.tokens("b") == greedy_answer(PROMPT, 2)
+    assert len(tier.cancelled) == len(tier.orders) <= 1
+
+
+def test_an_abort_cancels_the_load_before_its_blocks_are_others(make: Make) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    rig.engine.abort("a")
+    rig.wait()
+    assert tier.cancelled == [tier.orders[0].load]
+    tier.engine.load_ended(tier.orders[0].load, 5)  # too late
+    assert rig.run("b", OTHER) == greedy_answer(OTHER, 8)
+    assert rig.engine._scheduler.blocks.cache.find(tier.orders[0].names[0]) == 0
+
+
+def test_a_load_waits_for_room_and_begins_at_the_head_of_the_queue(make: Make) -> None:
+    rig, tier = make(num_blocks=12)
+    rig.submit("a", OTHER[:13], max_tokens=28)
+    rig.out.wait_tokens("a", 24)
+    rig.submit("b", PROMPT, max_tokens=1)
+    tier.await_start()
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert rig.out.tokens("b") == greedy_answer(PROMPT, 1)
+    assert rig.out.last("b").num_cached_tokens == 20
+
+
+def test_what_loads_counts_to_the_queue(make: Make) -> None:
+    rig, tier = make(scheduler={"max_queued_requests": 1})
+    rig.submit("a", PROMPT, max_tokens=1)
+    tier.await_start()
+    with pytest.raises(RequestError, match="queue is full"):
+        rig.submit("b", OTHER)
+    tier.bring(0, 0, 5)
+    rig.wait()
+
+
+def test_a_resumed_answer_is_loaded_too(make: Make) -> None:
+    answer = greedy_answer(PROMPT[:13], 9)
+    whole = (*PROMPT[:13], *answer)
+    rig, tier = make(has=(whole,))
+    rig.resume("a", PROMPT[:13], (tuple(answer),), max_tokens=12)
+    tier.await_start()
+    assert len(tier.orders[0].names) == 5
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert answer + rig.out.tokens("a") == greedy_answer(PROMPT[:13], 12)
+
+
+def test_several_choices_share_what_was_loaded(make: Make) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT, n=3)
+    tier.await_start()
+    tier.bring(0, 0, 5)
+    rig.wait()
+    for choice in range(3):
+        assert rig.out.tokens("a", choice) == greedy_answer(PROMPT, 8)
+    assert len(tier.orders) == 1
+
+
+def test_the_worker_stops_in_the_middle_of_a_load(make: Make) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    (sequence,) = rig.engine._scheduler.loading
+    assert sequence.state is SequenceState.LOADING
+    rig.engine.stop()
+    assert tier.cancelled == [tier.orders[0].load]
+
+
+def test_prompts_whose_every_position_is_read_are_not_loaded(make: Make) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT, prompt_logprobs=1)
+    rig.wait()
+    assert tier.orders == []
+    wait_until(lambda: rig.engine.idle)
+
+
+class Sink(ScriptedTier):
+    """Notes when it is told that blocks are due, and what it is offered."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.told = 0
+        self.offers: list[Offer | None] = []
+        self.rig = rig
+        self.engine = rig.engine.open_desk(self, cold_blocks=1000, fence=lambda: None)
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+        return None
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return False
+
+    def due(self) -> None:
+        self.told += 1
+
+    def offered(self, offer: Offer | None) -> None:
+        self.offers.append(offer)
+
+
+def test_what_could_not_be_offered_for_want_of_room_is_told_again() -> None:
+    rig = Rig(HistoryModel(), 24)
+    sink = Sink(rig)
+    rig.submit("long", OTHER[:5], max_tokens=59)
+    rig.out.wait_tokens("long", 40)
+    rig.submit("a", PROMPT, max_tokens=1)
+    rig.out.wait_finished(1)
+    wait_until(lambda: sink.told == 1)
+    sink.engine.offer_blocks(4)
+    wait_until(lambda: len(sink.offers) == 1)
+    rig.wait()
+    sink.engine.offer_blocks(4)
+    wait_until(lambda: len(sink.offers) == 2)
+    assert sink.offers[0] is not None or sink.told == 2
+    assert sink.offers[1] is not None
+    for offer in sink.offers:
+        if offer is not None:
+            sink.engine.hand_back(offer)
+    wait_until(lambda: rig.engine._scheduler.blocks.num_held == 0)
+    rig.close()
+
+
+class NoPrefill:
+    """A prefill client none of whose workers takes an order."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.orders = rig, list[RemotePrefill]()
+
+    def start(self, order: RemotePrefill) -> None:
+        self.orders.append(order)
+        self.rig.engine.remote_prefill_failed(order.request_id, order.generation, "there is none")
+
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        return False
+
+    def cancel(self, request_id: str, generation: int) -> None: ...
+
+
+def test_what_a_prefill_worker_computes_anyway_is_not_loaded(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    longer = (*PROMPT, *OTHER)
+    assert rig.run("a", longer, prefill_endpoints=("p",)) == greedy_answer(longer, 8)
+    assert (len(client.orders), tier.orders) == (1, [])
+
+
+def test_a_prompt_of_which_little_is_left_is_loaded_instead_of_ordered(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    rig.submit("a", PROMPT, prefill_endpoints=("p",))
+    tier.await_start()
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert client.orders == []
+
+
+def test_a_load_that_brings_nothing_is_ordered(make: Make) -> None:
+    rig, tier = make()
+    rig.engine.prefill_client = client = NoPrefill(rig)
+    rig.submit("a", PROMPT, prefill_endpoints=("p",))
+    tier.await_start()
+    tier.bring(0, 0, 0)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert len(client.orders) == 1
+
+
+def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
+    """Eight prompts wait, and a quarter of memory is loaded ahead; each is loaded when its turn comes."""
+    prompts = [tuple((number * 7 + index) % 64 for index in range(21)) for number in range(8)]
+    rig, tier = make(num_blocks=40, has=prompts, scheduler={"max_running_requests": 1})
+    rig.submit("long", OTHER[:5], max_tokens=60)
+    rig.out.wait_tokens("long", 1)
+    for number, prompt in enumerate(prompts):
+        rig.submit(f"r{number}", prompt, max_tokens=1)
+    for index in range(8):
+        tier.await_start()
+        if index == 2:
+            assert len(tier.orders) == 3, "5 + 5 blocks are a quarter, a third load goes beyond it, and no more"
+        tier.bring(index, 0, 5)
+    rig.wait()
+    for number, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{number}") == greedy_answer(prompt, 1)
+        assert rig.out.last(f"r{number}").num_cached_tokens == 20

@@ -1,0 +1,154 @@
+"""Blocks that a tier brings back: which are worth it, and what becomes of the sequences that wait for them.
+
+A load begins when its request is queued, or comes to the head of the queue if there was no room before. Its sequence
+waits outside the queue, holding what is cached and what is being loaded, and comes back to its place with the valid
+leading blocks in the prefix cache: they count as cached like all others. A late load is cut by its source.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+from tandem_worker.engine.schedule.request import Sequence, SequenceState
+from tandem_worker.engine.schedule.scheduler import Scheduler
+from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer, Tier
+
+_FINISHED = SequenceState.FINISHED
+_AHEAD_SHARE = 0.25
+"""Of memory: more is not loaded for requests before they come to the head of the queue."""
+_LEAST_LEFT = 16
+"""An offer leaves at least so many blocks that can be given out, and as many again as it takes."""
+
+
+class LoadDesk:
+    """On the engine thread; `Scheduler.loads`."""
+
+    def __init__(self, scheduler: Scheduler, source: BlockSource) -> None:
+        self._scheduler, self._source = scheduler, source
+        self._numbers = itertools.count(1)
+        self._loading: dict[int, Sequence] = {}
+        self._load_of: dict[Sequence, int] = {}
+        self._ahead: dict[Sequence, int] = {}
+        """Blocks that were loaded, or are, for sequences that were in no step."""
+
+    def begin(self, sequence: Sequence, *, at_head: bool = False) -> bool:
+        """Begin to load what a source has of a WAITING sequence in no queue, or at its head. True: it is LOADING now.
+
+        Asked once for each request, and again, at the head of the queue, where there was no room for the blocks.
+        """
+        request = sequence.request
+        if sequence.load_tried or request.admitted or request.reads_every_position or sequence.choice:
+            return False
+        scheduler = self._scheduler
+        blocks = scheduler.blocks
+        if sequence.retry_required > blocks.num_available or not (at_head or self._may_run_ahead()):
+            return False
+        most = (sequence.num_tokens - 1) // blocks.block_size
+        names = sequence.name_blocks(most, blocks.block_size)
+        matched = blocks.match_prefix(names, most)
+        rate = scheduler.prefill_rate()
+        seconds_per_block = blocks.block_size / rate if rate else None
+        run = self._source.find(names[len(matched) : most], seconds_per_block)
+        if run is None:
+            sequence.load_tried = True
+            return False
+        total = len(matched) + run.count
+        if scheduler.goes_remote(sequence, sequence.num_tokens - total * blocks.block_size):
+            sequence.load_tried = True  # who computes the rest needs what comes before it, and has not got it from here
+            return False
+        if not scheduler.start_loading(sequence, matched, run.count):
+            return False
+        sequence.load_tried = True
+        self._ahead[sequence] = run.count
+        load = next(self._numbers)
+        self._loading[load], self._load_of[sequence] = sequence, load
+        self._source.start_load(
+            LoadOrder(
+                load=load,
+                names=tuple(names[len(matched) : total]),
+                block_ids=tuple(sequence.block_ids[len(matched) :]),
+                seconds_per_block=seconds_per_block,
+            )
+        )
+        return True
+
+    def _may_run_ahead(self) -> bool:
+        """Whether what is loaded for requests that are not admitted yet leaves room: else one load would push out of
+        memory what another has brought."""
+        for sequence in [each for each in self._ahead if each.request.admitted or each.state is _FINISHED]:
+            del self._ahead[sequence]
+        return sum(self._ahead.values()) <= self._scheduler.blocks.num_blocks * _AHEAD_SHARE
+
+    def ended(self, load: int, valid: int) -> None:
+        """The source has done what it could. One that was cancelled is ignored."""
+        sequence = self._loading.pop(load, None)
+        if sequence is not None:
+            del self._load_of[sequence]
+            self._scheduler.load_done(sequence, valid)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """No byte is written any more for this LOADING sequence, whose blocks are others' next."""
+        load = self._load_of.pop(sequence)
+        del self._loading[load]
+        self._source.cancel(load)
+
+
+class OfferDesk:
+    """On the engine thread: hands idle blocks to a sink."""
+
+    def __init__(self, scheduler: Scheduler, sink: BlockSink, cold_blocks: int, fence: Callable[[], object]) -> None:
+        """`fence`: marks the point at which everything that was launched is written."""
+        self._scheduler, self._sink, self._fence = scheduler, sink, fence
+        self._cache = scheduler.blocks.watch()
+        self._cache.on_due = sink.due
+        self._cache.cold_blocks = cold_blocks
+
+    def offer(self, count: int, *, hottest: bool) -> None:
+        """As `TierEngine.offer_blocks`. Nothing is offered where requests may want the blocks meanwhile."""
+        blocks = self._scheduler.blocks
+        count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
+        if count <= 0:
+            self._cache.ask_again()
+            self._sink.offered(None)
+            return
+        take = self._cache.take_hottest if hottest else self._cache.take_coldest
+        taken = take(count, self._sink.passes)
+        if not taken:
+            self._sink.offered(None)
+            return
+        ids = tuple(block for block, _ in taken)
+        self._sink.offered(Offer(block_ids=ids, names=tuple(name for _, name in taken), fence=self._fence()))
+
+    def take_back(self, offer: Offer) -> None:
+        """As `TierEngine.hand_back`."""
+        self._cache.unpin(offer.block_ids)
+
+
+class TierDesk:
+    """`TierEngine` for any thread: what it is told is done on the engine thread, by way of `send`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tier: Tier,
+        *,
+        cold_blocks: int,
+        fence: Callable[[], object],
+        send: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`cold_blocks`: so many blocks that memory gives up next are to be in the tier."""
+        self._send = send
+        self._loads = LoadDesk(scheduler, tier)
+        self._offers = OfferDesk(scheduler, tier, cold_blocks, fence)
+        scheduler.loads = self._loads
+
+    def load_ended(self, load: int, valid: int) -> None:
+        self._send(partial(self._loads.ended, load, valid))
+
+    def offer_blocks(self, count: int, *, hottest: bool = False) -> None:
+        self._send(partial(self._offers.offer, count, hottest=hottest))
+
+    def hand_back(self, offer: Offer) -> None:
+        self._send(partial(self._offers.take_back, offer))

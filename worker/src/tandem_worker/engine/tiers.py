@@ -1,0 +1,99 @@
+"""What the engine and tiers below its memory ask of each other: a source of blocks that were computed before, and a
+sink for those that memory gives up.
+
+A tier may lose anything. What it says is there has been verified, and belongs to the name that was asked for. The
+engine never waits for it: every call here returns at once, and what takes time ends in a command to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Consecutive blocks of a chain that a source has."""
+
+    count: int
+    seconds: float
+    """From now until all of them are in memory, as far as that can be told: what the source has to do before counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Bring these blocks into memory."""
+
+    load: int
+    """Names this load; no two have the same number."""
+    names: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    """Reserved for it: one for each name."""
+    seconds_per_block: float | None
+    """What computing one of them would take; None while that is not known. A load that is later is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Idle blocks, which are not given to anybody else until they are handed back."""
+
+    block_ids: tuple[int, ...]
+    names: tuple[bytes, ...]
+    fence: object
+    """Of the device: what the blocks hold is written once it has passed. None on a CPU."""
+
+
+class BlockSource(Protocol):
+    """The way in. Called on the engine thread."""
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+        """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
+        in `seconds_per_block`, is sooner. None: nobody knows what computing takes."""
+        ...
+
+    def start_load(self, order: LoadOrder) -> None:
+        """Begin. Ends in one call of `TierEngine.load_ended`, unless cancelled, within what computing would take and
+        a tenth of that, whatever becomes of the tier."""
+        ...
+
+    def cancel(self, load: int) -> None:
+        """Abandon. When this returns nothing of that load is written to its blocks any more."""
+        ...
+
+
+class BlockSink(Protocol):
+    """The way out. Called on the engine thread."""
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        """Whether it does not want this block: it has it, or takes none now. `reused`: more than one request has used
+        the block."""
+        ...
+
+    def due(self) -> None:
+        """There are blocks that memory will give up soon. It asks for them when it can take some."""
+        ...
+
+    def offered(self, offer: Offer | None) -> None:
+        """What it has asked for; None: there is nothing. It hands an offer back as soon as it has copied the blocks."""
+        ...
+
+
+class Tier(BlockSource, BlockSink, Protocol):
+    """Both ways."""
+
+
+class TierEngine(Protocol):
+    """What a tier asks of the engine. Any thread."""
+
+    def load_ended(self, load: int, valid: int) -> None:
+        """The first `valid` blocks of the order are in memory, the others are to be computed."""
+        ...
+
+    def offer_blocks(self, count: int, *, hottest: bool = False) -> None:
+        """Offer up to `count` blocks: of those that are due the coldest, or, of all, the hottest."""
+        ...
+
+    def hand_back(self, offer: Offer) -> None:
+        """The blocks of an offer are copied."""
+        ...

@@ -1,0 +1,315 @@
+"""The disk tier of one worker: a source and a sink of the engine's, over a volume of its own.
+
+Three threads read, one writes and mends, one watches the clock. Whatever happens to the volume, the engine computes:
+the tier switches itself off, says why, and looks at the volume again every `RETRY_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.tiers.errors import (
+    VOLUME_FROZEN,
+    VOLUME_FULL,
+    VOLUME_SLOW,
+    VOLUME_TOO_SMALL,
+    TierError,
+    describe,
+)
+from tandem_worker.tiers.files import Volume
+from tandem_worker.tiers.format import TierKey, plan_geometry
+from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
+from tandem_worker.tiers.memory import BlockMemory
+from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
+from tandem_worker.tiers.stats import Counters, TierStats
+from tandem_worker.tiers.store import SegmentStore
+from tandem_worker.tiers.writer import BlockWriter
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 15.0
+PROBE_BYTES = 2 << 20
+_SAVE_SECONDS = 60.0
+_STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskLimits:
+    size_bytes: int
+    """Of the volume: less is used."""
+    write_through: bool = False
+    """Blocks are written as soon as they are idle, not when memory is about to give them up."""
+    max_daily_writes: int | None = None
+    """Bytes; None: no limit."""
+    cold_share: float = 0.25
+    """Of memory: so much of it is on the disk before it is given up."""
+    segment_bytes: int | None = None
+    """None: by the size of the volume."""
+
+
+class DiskTier:
+    """`engine.tiers.Tier`. Build it, `bind` it with the engine before the first request, `start` it."""
+
+    def __init__(
+        self,
+        root: Path,
+        key: TierKey,
+        memory: BlockMemory,
+        block_size: int,
+        limits: DiskLimits,
+        vitals: Vitals | None = None,
+        volume: Volume | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`block_size`: tokens per block."""
+        one = plan_geometry(memory.layer_bytes, 0)
+        segment_bytes = limits.segment_bytes or plan_segment_bytes(limits.size_bytes, one.slot_bytes)
+        geometry = plan_geometry(memory.layer_bytes, segment_bytes)
+        self._limits, self._vitals, self._clock, self._block_size = limits, vitals or Vitals(), clock, block_size
+        self._volume = volume or Volume(root)
+        self._store = SegmentStore(self._volume, key, geometry, plan_limit(limits.size_bytes, geometry.segment_bytes))
+        self._memory = memory
+        self._counters = Counters(block_size)
+        self.health = TierHealth()
+        self._pool = LoadPool(self._store, key, memory, self.health, self._counters, clock)
+        self.health.on_off = self._go_off
+        self._writer = BlockWriter(
+            self._store, key, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
+        )
+        self._closed = threading.Event()
+        self._flush_until: float | None = None
+        self._flushed = threading.Event()
+        self._retry_at = 0.0
+        self._opening_since: float | None = None
+        self._saved_at = 0.0
+        self._threads: list[threading.Thread] = []
+
+    def plan_cold_blocks(self, num_blocks: int) -> int:
+        """Of `num_blocks` in memory, how many that are given up next are to be on the disk."""
+        return num_blocks + 1 if self._limits.write_through else int(num_blocks * self._limits.cold_share)
+
+    def bind(self, engine: TierEngine) -> None:
+        """Join with the engine."""
+        self._pool.engine = self._writer.engine = engine
+
+    def start(self) -> None:
+        """Look at the volume, and serve. Returns at once; until the volume is known the tier is off.
+
+        Raises ThreadStartError.
+        """
+        over = self._closed.is_set
+        for number in range(NUM_READERS):
+            self._start_thread(f"kv-disk-{number}", self._pool.run_reader, over)
+        self._start_thread("kv-disk-write", self._run_writer, over)
+        self._start_thread("kv-disk-watch", self._run_watch, over)
+
+    def _start_thread(self, name: str, target: Callable[[], Any], is_over: Callable[[], bool]) -> None:
+        self._threads.append(self._vitals.start_thread(name, target, is_over=is_over))
+
+    def flush(self, seconds: float) -> bool:
+        """Write what is idle in memory, hottest first, for so long at most. Whether everything was written."""
+        if not self.health.on:
+            return False
+        self._flushed.clear()
+        self._flush_until = self._clock() + seconds
+        self._writer.due()
+        return self._flushed.wait(seconds) and self.health.on
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the threads, those that hang in the system excepted. Loads under way end with what is there."""
+        self._closed.set()
+        self._flushed.set()
+        self._pool.close()
+        self._writer.close()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+            self._save_state()
+            self._volume.unlock()
+
+    def stats(self) -> TierStats:
+        """Any thread."""
+        cause = self.health.cause
+        return replace(
+            self._counters.read(),
+            reason=None if cause is None else cause.reason,
+            message="" if cause is None else cause.message,
+            capacity_tokens=self._store.capacity * self._block_size,
+            stored_tokens=len(self._store) * self._block_size,
+            horizon=self._store.horizon,
+            evictions=self._store.num_evicted,
+        )
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+        if seconds_per_block is not None:
+            self._pool.seconds_per_block = seconds_per_block
+        if not self.health.on:
+            return None
+        places = self._store.find(names)
+        if not places:
+            return None
+        seconds = self._pool.predict(len(places), self._pool.count_pieces(places))
+        if not is_sooner(seconds, len(places), self._pool.seconds_per_block):
+            return None
+        return Run(count=len(places), seconds=seconds)
+
+    def start_load(self, order: LoadOrder) -> None:
+        """As `BlockSource.start`."""
+        places = self._store.find(order.names)
+        if not places or not self.health.on:
+            engine = self._pool.engine
+            assert engine is not None, "the tier is joined with the engine before a load"
+            engine.load_ended(order.load, 0)
+            return
+        if order.seconds_per_block is None:
+            order = replace(order, seconds_per_block=self._pool.seconds_per_block)
+        self._pool.start(order, places)
+
+    def cancel(self, load: int) -> None:
+        self._pool.cancel(load)
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return self._writer.passes(name, reused)
+
+    def due(self) -> None:
+        self._writer.due()
+
+    def offered(self, offer: Offer | None) -> None:
+        self._writer.offered(offer)
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def _run_writer(self) -> None:
+        while not self._closed.is_set():
+            if not self.health.on:
+                self._flushed.set()
+                self._closed.wait(max(0.0, self._retry_at - self._clock()))
+                self._retry_at = self._clock() + RETRY_SECONDS
+                if not self._closed.is_set() and not self._pool.hangs:
+                    self._open()
+                continue
+            if not self._writer.wait(_SAVE_SECONDS):
+                self._save_state()
+                continue
+            self._writer.write_due()
+            if self._flush_until is not None:
+                self._writer.write_rest(self._flush_until)
+                self._flush_until = None
+                self._flushed.set()
+
+    def _run_watch(self) -> None:
+        while not self._closed.is_set():
+            self._pool.watch_once()
+            opening = self._opening_since
+            if self._writer.busy_seconds > FROZEN_SECONDS:
+                self.health.fail(TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
+            elif opening is not None and self._clock() - opening > FROZEN_SECONDS:
+                self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
+            elif self.health.on:
+                self._check_speed()
+
+    def _go_off(self) -> None:
+        """On the thread that found out why: loads end with what is there, and the writer looks after a while."""
+        self._retry_at = self._clock() + RETRY_SECONDS
+        self._pool.cut_all()
+        self._writer.due()
+
+    def _check_speed(self) -> None:
+        rate, per_block = self._pool.rate, self._pool.seconds_per_block
+        if rate is None or per_block is None:
+            return
+        rate, slot_bytes = rate * NUM_READERS, self._store.geometry.slot_bytes
+        if is_slow(rate, slot_bytes, per_block):
+            self.health.fail(
+                TierError(
+                    VOLUME_SLOW,
+                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {LEAST_GAIN * slot_bytes / per_block / 1e6:.1f} "
+                    f"MB/s to be {LEAST_GAIN:g} times as fast as computing",
+                )
+            )
+
+    def _open(self) -> None:
+        """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""
+        self._opening_since = self._clock()
+        try:
+            self._check_size()
+            self._volume.unlock()
+            self._volume.lock()
+            self._check_room()
+            self._pool.set_rate(PROBE_BYTES, self._volume.probe(PROBE_BYTES))
+            self._store.load()
+            self._read_state()
+        except TierError as error:
+            self.health.fail(error)
+            return
+        except OSError as error:
+            self.health.fail(describe(error, f"the volume at {self._volume.root} cannot be used"))
+            return
+        finally:
+            self._opening_since = None
+        self.health.recover()
+        self._writer.due()  # whatever has become due meanwhile was told once
+        logger.info(
+            "blocks are kept on a disk",
+            extra={
+                "stored_tokens": len(self._store) * self._block_size,
+                "capacity_tokens": self._store.capacity * self._block_size,
+                "direct": self._volume.is_direct,
+            },
+        )
+
+    def _check_size(self) -> None:
+        """Raises TierError."""
+        if not self._store.capacity:
+            raise TierError(
+                VOLUME_TOO_SMALL,
+                f"kv.disk.size is {self._limits.size_bytes} bytes, which has no room for a segment of "
+                f"{self._store.geometry.segment_bytes}; raise it",
+            )
+
+    def _check_room(self) -> None:
+        """Where the volume was full it must not seem well because of a few bytes. Raises TierError, OSError."""
+        cause, free = self.health.cause, self._volume.free_bytes
+        needed = PROBE_BYTES + self._store.geometry.segment_bytes
+        if cause is not None and cause.reason == VOLUME_FULL and free < needed:
+            raise TierError(VOLUME_FULL, f"{free} bytes are free on {self._volume.root}, and {needed} are needed")
+
+    def _read_state(self) -> None:
+        """What an earlier process has measured. A file that cannot be read is as good as none."""
+        try:
+            state = json.loads((self._store.folder / _STATE_FILE).read_text())
+            spent = [(float(at), int(count)) for at, count in state["written"]]
+            per_block = state["seconds_per_block"]
+            self._pool.seconds_per_block = self._pool.seconds_per_block or (per_block and float(per_block))
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("what an earlier worker has measured cannot be read: %s", error)
+            return
+        if not self._writer.budget.spent:
+            self._writer.budget = WriteBudget(self._limits.max_daily_writes, spent)
+
+    def _save_state(self) -> None:
+        """For a next process. Without it that has to measure anew, and writes as if nothing had been written."""
+        state = {"seconds_per_block": self._pool.seconds_per_block, "written": self._writer.budget.spent}
+        path = self._store.folder / _STATE_FILE
+        try:
+            path.with_suffix(".new").write_text(json.dumps(state))
+            os.rename(path.with_suffix(".new"), path)
+        except OSError as error:
+            self.health.fail(describe(error, f"{path} cannot be written"))

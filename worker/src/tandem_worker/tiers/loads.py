@@ -1,0 +1,251 @@
+"""Loads under way: read a piece, verify it, copy it to where it belongs, on a few threads; and a look at the clock.
+
+What is read lands in a buffer of the thread that reads. It is copied to the engine's blocks once it is verified, under
+the lock of its load, unless the load has ended: a read that never returns holds up a thread, and no request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem_worker.engine.tiers import LoadOrder, TierEngine
+from tandem_worker.tiers.errors import VOLUME_FROZEN, VOLUME_GONE, TierError, describe
+from tandem_worker.tiers.format import TierKey, is_intact, place_of
+from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.memory import BlockMemory, allocate_rows
+from tandem_worker.tiers.policy import cut_after, plan_pieces, predict_seconds
+from tandem_worker.tiers.stats import Counters
+from tandem_worker.tiers.store import Place, SegmentStore
+from tandem_worker.transfer.contract import BandwidthMeter
+
+logger = logging.getLogger(__name__)
+
+NUM_READERS = 3
+PIECE_BYTES = 4 << 20
+FROZEN_SECONDS = 5.0
+"""A call to the system that takes longer than this does not come back, as far as anybody can tell."""
+_IDLE_SECONDS = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    order: LoadOrder
+    places: list[Place]
+    began: float
+    waiting: int
+    """Bytes that are still to be read."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    arrived: list[bool] = field(default_factory=list)
+    """By block."""
+    valid: int = 0
+    """Leading blocks that are in memory."""
+    limit: int = 0
+    """Blocks before the first one that cannot be had."""
+    ended: bool = False
+
+    @property
+    def cut_at(self) -> float:
+        return self.began + cut_after(self.valid, len(self.places), self.order.seconds_per_block)
+
+
+class LoadPool:
+    """Reads on threads that `run_reader` is given; `watch_once` cuts what is late."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        key: TierKey,
+        memory: BlockMemory,
+        health: TierHealth,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._key, self._memory, self._health, self._counters = store, key, memory, health, counters
+        self._clock = clock
+        self._wake = threading.Condition()
+        """Guards what follows; never taken while a load's lock is held by the same thread."""
+        self._jobs: deque[tuple[_Load, int, int]] = deque()
+        """A load, and `[first, end)` of its blocks."""
+        self._loads: dict[int, _Load] = {}
+        self._queued_bytes = 0
+        self._busy_since: dict[int, float] = {}
+        """Readers that are in a call to the system, by thread."""
+        self._meter = BandwidthMeter()
+        self._closed = False
+        self.engine: TierEngine | None = None
+        self.seconds_per_block: float | None = None
+        """What computing one takes, as the engine told last."""
+        self._most = max(1, PIECE_BYTES // store.geometry.slot_bytes)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second of one reader, verified and copied; None before the first."""
+        return self._meter.rate
+
+    def set_rate(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes of the volume were read in so many seconds; what was known before does not count."""
+        self._meter = BandwidthMeter()
+        self._meter.observe(num_bytes, seconds)
+
+    def predict(self, num_blocks: int, num_pieces: int) -> float:
+        """Seconds until so many blocks would be there."""
+        size = self._store.geometry.slot_bytes
+        return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, NUM_READERS, self._meter.rate)
+
+    def count_pieces(self, places: Sequence[Place]) -> int:
+        """Reads that it takes to bring these."""
+        return len(plan_pieces(places, self._most))
+
+    def start(self, order: LoadOrder, places: Sequence[Place]) -> None:
+        """Begin with it. Any thread."""
+        size = self._store.geometry.slot_bytes
+        count = len(places)
+        load = _Load(order, list(places), self._clock(), count * size, arrived=[False] * count, limit=count)
+        with self._wake:
+            self._loads[order.load] = load
+            self._jobs.extend((load, first, end) for first, end in plan_pieces(places, self._most))
+            self._queued_bytes += load.waiting
+            self._wake.notify_all()
+
+    def cancel(self, number: int) -> None:
+        """When this returns nothing of the load is written any more."""
+        with self._wake:
+            load = self._loads.pop(number, None)
+        if load is not None:
+            with load.lock:
+                load.ended = True
+
+    def cut_all(self) -> None:
+        """The tier is off: what is there stays."""
+        with self._wake:
+            loads = list(self._loads.values())
+        for load in loads:
+            self._end(load, cut=True)
+
+    def close(self) -> None:
+        """Threads end as soon as they can; loads end with what is there."""
+        self.cut_all()
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+
+    def run_reader(self) -> None:
+        """One thread's work until `close`."""
+        rows = allocate_rows(self._most, self._store.geometry.slot_bytes)
+        while True:
+            with self._wake:
+                while not self._jobs and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                load, first, end = self._jobs.popleft()
+                self._busy_since[threading.get_ident()] = self._clock()
+            try:
+                if not load.ended and first < load.limit:
+                    self._bring(load, first, end, rows)
+            finally:
+                with self._wake:
+                    self._queued_bytes -= (end - first) * self._store.geometry.slot_bytes
+                    del self._busy_since[threading.get_ident()]
+            if load.valid >= load.limit:
+                self._end(load)
+
+    def watch_once(self) -> None:
+        """Sleep until a load may be late or one begins, half a second at most; then cut what is late, and look for
+        readers that hang."""
+        with self._wake:
+            if self._closed:
+                return
+            due = min((load.cut_at for load in self._loads.values()), default=None)
+            pause = _IDLE_SECONDS if due is None else min(_IDLE_SECONDS, due - self._clock())
+            if pause > 0:
+                self._wake.wait(pause)
+            now = self._clock()
+            late = [load for load in self._loads.values() if load.cut_at <= now]
+            hangs = any(now - since > FROZEN_SECONDS for since in self._busy_since.values())
+        for load in late:
+            self._end(load, cut=True)
+        if hangs and self._health.on:
+            self._health.fail(TierError(VOLUME_FROZEN, f"a read has not returned for {FROZEN_SECONDS:g} s"))
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a reader has been in one call for long."""
+        with self._wake:
+            return any(self._clock() - since > FROZEN_SECONDS for since in self._busy_since.values())
+
+    def _bring(self, load: _Load, first: int, end: int, rows: np.ndarray) -> None:
+        """Read, verify and copy blocks `first` to `end` of a load, which follow one another in a segment."""
+        began, count = self._clock(), end - first
+        place = load.places[first]
+        try:
+            got = self._store.read(place, count, rows)
+        except OSError as error:
+            failure = describe(error, f"a segment in {self._store.folder} cannot be read")
+            if failure.reason == VOLUME_GONE and self._store.folder.is_dir():
+                self._refuse(load, first, place)  # somebody has deleted this file
+                return
+            with load.lock:
+                load.limit = min(load.limit, first)
+            self._health.fail(failure)
+            return
+        if got is None:
+            with load.lock:
+                load.limit = min(load.limit, first)
+            return
+        good = self._count_intact(load, first, min(got, count), rows)
+        with load.lock:
+            if load.ended:
+                return
+            if good:
+                self._memory.copy_in(
+                    rows[:good], self._store.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
+                )
+            load.arrived[first : first + good] = [True] * good
+            while load.valid < len(load.arrived) and load.arrived[load.valid]:
+                load.valid += 1
+        seconds = self._clock() - began
+        self._store.use(place)
+        self._counters.count_read(good * self._store.geometry.slot_bytes, seconds)
+        self._meter.observe(count * self._store.geometry.slot_bytes, seconds)
+        if good < count:
+            self._counters.count_damage()
+            logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
+            self._refuse(load, first + good, load.places[first + good])
+
+    def _count_intact(self, load: _Load, first: int, count: int, rows: np.ndarray) -> int:
+        for row in range(count):
+            place, name = load.places[first + row], load.order.names[first + row]
+            if not is_intact(rows[row].data, self._store.geometry, self._key, name, place_of(*place)):
+                return row
+        return count
+
+    def _refuse(self, load: _Load, index: int, place: Place) -> None:
+        """Blocks from `index` on are computed, and the segment of `place` goes."""
+        with load.lock:
+            load.limit = min(load.limit, index)
+        try:
+            self._store.discard(place)
+        except OSError as error:
+            self._health.fail(describe(error, "a damaged segment cannot be removed"))
+
+    def _end(self, load: _Load, *, cut: bool = False) -> None:
+        with load.lock:
+            if load.ended:
+                return
+            load.ended = True
+            valid = load.valid
+        with self._wake:
+            self._loads.pop(load.order.load, None)
+        if cut:
+            self._counters.count_cut()
+        self._counters.count_loaded(valid)
+        assert self.engine is not None, "the tier is joined with the engine before a load"
+        self.engine.load_ended(load.order.load, valid)

@@ -1,0 +1,149 @@
+"""What memory is about to give up goes to the disk, on a thread of its own.
+
+The engine offers idle blocks from the cold end when they are due, a batch at a time. They are copied first and handed
+back, however long the disk takes; then summed and written. What the disk does not keep up with is lost to memory's
+eviction, which never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tandem_worker.engine.tiers import Offer, TierEngine
+from tandem_worker.tiers.errors import describe
+from tandem_worker.tiers.format import TierKey, pack_slot, place_of, sum_layers
+from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.memory import BlockMemory, allocate_rows
+from tandem_worker.tiers.policy import WriteBudget, plan_batch
+from tandem_worker.tiers.stats import Counters
+from tandem_worker.tiers.store import Place, SegmentStore
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 1.0
+"""Between two looks at whether the engine that should answer is still wanted."""
+
+
+class BlockWriter:
+    """One thread runs `write_due`; the engine's calls `due` and `offered`."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        key: TierKey,
+        memory: BlockMemory,
+        health: TierHealth,
+        counters: Counters,
+        budget: WriteBudget,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._key, self._memory, self._health, self._counters = store, key, memory, health, counters
+        self.budget = budget
+        self._clock, self._wall = clock, wall
+        self._due = threading.Event()
+        self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
+        self._count = plan_batch(store.geometry.slot_bytes)
+        self._rows = allocate_rows(self._count, store.geometry.slot_bytes)
+        self._busy_since: float | None = None
+        self._closed = False
+        self.engine: TierEngine | None = None
+
+    def due(self) -> None:
+        """There are blocks to be written. Any thread."""
+        self._due.set()
+
+    def offered(self, offer: Offer | None) -> None:
+        """On the engine thread: what `offer_blocks` has asked for."""
+        self._offers.put(offer)
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        """On the engine thread: the block is there, or is not worth being written."""
+        return self._store.has(name) or not self.budget.admits(reused=reused, now=self._wall())
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the present call to the system has taken; 0 while there is none."""
+        since = self._busy_since
+        return 0.0 if since is None else self._clock() - since
+
+    def close(self) -> None:
+        """The thread ends as soon as it can."""
+        self._closed = True
+        self._due.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until blocks are due, for so long at most; whether they are."""
+        return self._due.wait(seconds)
+
+    def write_due(self) -> None:
+        """Everything that is due now, coldest first."""
+        self._due.clear()
+        self._write_all(hottest=False, deadline=None)
+
+    def write_rest(self, deadline: float) -> None:
+        """Everything that is idle, hottest first, until then by this object's clock."""
+        self._write_all(hottest=True, deadline=deadline)
+
+    def _write_all(self, *, hottest: bool, deadline: float | None) -> None:
+        engine = self.engine
+        assert engine is not None, "the tier is joined with the engine before there are blocks"
+        while self._health.on and not self._closed and (deadline is None or self._clock() < deadline):
+            engine.offer_blocks(self._count, hottest=hottest)
+            offer = self._await_offer()
+            if offer is None:
+                return
+            # Of a chain the deepest block is the coldest one: parents are written before their children.
+            order = slice(None) if hottest else slice(None, None, -1)
+            self._write(engine, offer, order)
+
+    def _await_offer(self) -> Offer | None:
+        while not self._closed:
+            try:
+                return self._offers.get(timeout=_ANSWER_SECONDS)
+            except queue.Empty:
+                continue
+        return None
+
+    def _write(self, engine: TierEngine, offer: Offer, order: slice) -> None:
+        began = self._clock()
+        ids, names = offer.block_ids[order], offer.names[order]
+        start = self._store.geometry.slot_header_bytes
+        try:
+            self._memory.copy_out(ids, self._rows[: len(ids)], start, offer.fence)
+        finally:
+            engine.hand_back(offer)
+        self._busy_since = self._clock()
+        try:
+            written = 0
+            while written < len(ids):
+                places = self._store.plan(len(ids) - written)
+                rows = self._rows[written : written + len(places)]
+                some = names[written : written + len(places)]
+                self._describe(places, some, rows)
+                self._store.append(places, some, rows)
+                written += len(places)
+        except OSError as error:
+            self._health.fail(describe(error, f"blocks cannot be written to {self._store.folder}"))
+            return
+        finally:
+            self._busy_since = None
+        num_bytes = len(ids) * self._store.geometry.slot_bytes
+        self.budget.record(num_bytes, self._wall())
+        self._counters.count_written(len(ids), num_bytes, self._clock() - began)
+
+    def _describe(self, places: list[Place], names: tuple[bytes, ...], rows: np.ndarray) -> None:
+        """Write the slots' headers, with the sums of what they hold."""
+        geometry = self._store.geometry
+        start = geometry.slot_header_bytes
+        for place, name, row in zip(places, names, rows, strict=True):
+            block = row[start : start + geometry.block_bytes].data
+            sums = sum_layers(block, geometry.layer_bytes, name, place_of(*place))
+            header = pack_slot(self._key, name, place_of(*place), sums)
+            row[: len(header)] = np.frombuffer(header, np.uint8)
