@@ -24,6 +24,7 @@ from tandem_api.launch import (
     KVConfig,
     ModelSource,
     SchedulerConfig,
+    SpeculativeConfig,
     StoreLimits,
     TracingConfig,
     TTFTDeadline,
@@ -58,6 +59,12 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         device=spec.engine.device,
         dtype=spec.engine.dtype,
         weights=spec.engine.weights,
+        speculative=SpeculativeConfig(
+            method=spec.engine.speculative.method,
+            max_tokens=spec.engine.speculative.max_tokens,
+            adaptive=spec.engine.speculative.adaptive,
+            history_bytes=int(parse_quantity(spec.engine.speculative.history)),
+        ),
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
         scheduler=SchedulerConfig(

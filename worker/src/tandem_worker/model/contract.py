@@ -92,6 +92,8 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     embedding: EmbeddingSpec | None
     """None: the model generates."""
+    inexact: str | None
+    """Why a row's logits may have other bits in other company, as a part of a sentence; None: they never have."""
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What this rank stores per block of `block_size` tokens, layer by layer."""

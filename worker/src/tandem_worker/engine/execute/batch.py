@@ -9,6 +9,7 @@ the entries that are new. A step in which all running sequences decode uses the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,15 +37,25 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Wave:
+    """The n-th guesses of a step: rows `first` and following, one for each of `guesses`, whose tokens they are of."""
+
+    first: int
+    guesses: dict[Sequence, int]
+
+
+@dataclass(frozen=True, slots=True)
 class LogitsLayout:
     """Which rows of the logits belong to whom. Decodes come first, in `sequences` order."""
 
     sequences: list[Sequence]
     """Whose next token is to be chosen."""
     rows: list[int] | None
-    """Logits row of each of `sequences`; None: row i belongs to sequence i."""
+    """Logits row of each of `sequences`; None: row i belongs to sequence i, and further ones to `waves`."""
     scored: list[tuple[Chunk, int]]
     """Chunks all of whose positions have logits, and the row of the first."""
+    waves: list[Wave]
+    """Rows of guesses, behind all others: first of the first guesses, then of the second ones, and so on."""
 
 
 class BlockTable:
@@ -117,18 +128,21 @@ class BatchBuilder:
         chunks = plan.chunks
         sequences = decodes + [chunk.sequence for chunk in chunks]
         runs = self.table.sync(sequences)
-        positions = [sequence.num_planned - 1 for sequence in decodes]
-        tokens = [np.array(_newest_tokens(decodes, positions), dtype=np.int64)]
+        ends, guesses = [sequence.num_planned for sequence in decodes], plan.guesses
+        widths = [1 + len(guesses.get(sequence, ())) for sequence in decodes] if guesses else [1] * len(decodes)
+        newest = _newest_tokens(decodes, [end - width for end, width in zip(ends, widths, strict=True)])
+        if guesses:
+            pairs = zip(decodes, newest, strict=True)
+            newest = [token for each, first in pairs for token in (first, *guesses.get(each, ()))]
+        tokens = [np.array(newest, dtype=np.int64)]
         tokens += [np.asarray(chunk.sequence.slice_tokens(chunk.start, chunk.end), dtype=np.int64) for chunk in chunks]
-        layout, logits_rows = self._layout(decodes, chunks)
+        layout, logits_rows = self._layout(decodes, widths, chunks, guesses)
         step = StepInput(
             copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
             token_ids=np.concatenate(tokens) if chunks else tokens[0],
             rows=np.array([sequence.row for sequence in sequences], dtype=np.int64),
-            query_lens=np.array([1] * len(decodes) + [chunk.length for chunk in chunks], dtype=np.int64),
-            context_lens=np.array(
-                [position + 1 for position in positions] + [chunk.end for chunk in chunks], dtype=np.int64
-            ),
+            query_lens=np.array(widths + [chunk.length for chunk in chunks], dtype=np.int64),
+            context_lens=np.array(ends + [chunk.end for chunk in chunks], dtype=np.int64),
             logits_rows=np.array(logits_rows, dtype=np.int64),
             table_runs=np.array(runs, dtype=np.int64).reshape(-1, 3),
             table_values=self.table.read(runs),
@@ -196,13 +210,16 @@ class BatchBuilder:
             token_ids[index[0]] = chosen[index[1]]
 
     @staticmethod
-    def _layout(decodes: list[Sequence], chunks: list[Chunk]) -> tuple[LogitsLayout, list[int]]:
+    def _layout(
+        decodes: list[Sequence], widths: list[int], chunks: list[Chunk], guesses: dict[Sequence, tuple[int, ...]]
+    ) -> tuple[LogitsLayout, list[int]]:
         """Who gets which logits, and the rows of T they come from."""
         sequences = list(decodes)
         rows = list(range(len(decodes)))
-        logits_rows = list(rows)
+        starts = list(itertools.accumulate(widths, initial=0))
+        first = starts.pop()
+        logits_rows = starts.copy()
         scored: list[tuple[Chunk, int]] = []
-        first = len(decodes)
         for chunk in chunks:
             if chunk.sequence.request.reads_every_position and not chunk.sequence.output:
                 scored.append((chunk, len(logits_rows)))
@@ -214,7 +231,15 @@ class BatchBuilder:
                 rows.append(len(logits_rows) - 1)
             first += chunk.length
         identity = rows == list(range(len(logits_rows)))
-        return LogitsLayout(sequences, None if identity else rows, scored), logits_rows
+        waves: list[Wave] = []
+        for depth in range(max(map(len, guesses.values()), default=0)):
+            wave = Wave(len(logits_rows), {})
+            for sequence, start, width in zip(decodes, starts, widths, strict=True):
+                if depth + 1 < width:
+                    wave.guesses[sequence] = guesses[sequence][depth]
+                    logits_rows.append(start + depth + 1)
+            waves.append(wave)
+        return LogitsLayout(sequences, None if identity else rows, scored, waves), logits_rows
 
 
 def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:

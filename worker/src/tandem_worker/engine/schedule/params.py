@@ -109,6 +109,8 @@ class GenerationRequest:
     What is delivered begins after these tokens and is what would have followed them there."""
     trace: RequestTrace | None = None
     """Where its times are noted; None: it is not traced."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects the answer to be. It changes no token, and where it is right answers come sooner."""
 
 
 class FinishReason(StrEnum):

@@ -15,6 +15,7 @@ from tandem_worker.server.text.detokenizer import Detokenizer
 from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update
 from tandem_worker.server.text.patterns import Patterns
+from tandem_worker.server.text.prediction import PredictionTally
 from tandem_worker.server.text.stops import StopMatcher
 
 _SLICE_TOKENS = 512
@@ -34,14 +35,17 @@ class Choice:
         "_length",
         "_min_tokens",
         "_parser",
+        "_prediction",
         "_released",
         "_stop_token_ids",
         "_stops",
         "_update",
         "_waiting",
+        "accepted_prediction_tokens",
         "completion_tokens",
         "finish",
         "index",
+        "num_predicted",
         "reasoning_tokens",
     )
 
@@ -58,6 +62,7 @@ class Choice:
         parser: TextParser | None = None,
         every_logprob: bool = False,
         answer_id: str = "",
+        prediction: PredictionTally | None = None,
     ) -> None:
         """`include_stop`: the stop string, or the text of the stop token, is part of the answer. `every_logprob`: there
         is one for each of `Update.all_token_ids`, those that ended the choice among them. Ids of calls are made of
@@ -67,6 +72,10 @@ class Choice:
         self.finish: Finish | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self.num_predicted = 0 if prediction is None else prediction.num_tokens
+        """Tokens that the client has predicted."""
+        self.accepted_prediction_tokens = 0
+        self._prediction = prediction
         self._detokenizer = detokenizer
         self._stops: StopMatcher | None = None
         if stops or stop_patterns is not None:
@@ -127,9 +136,10 @@ class Choice:
         self._waiting = list(waiting)
         return self.take()
 
-    def close_ended(self, completion_tokens: int, reasoning_tokens: int) -> None:
-        """It has ended elsewhere, and its end was told."""
+    def close_ended(self, completion_tokens: int, reasoning_tokens: int, accepted: int = 0) -> None:
+        """It has ended elsewhere, and its end was told; `accepted` of its tokens were predicted."""
         self.finish = "stop"
+        self.accepted_prediction_tokens = accepted
         self.completion_tokens = completion_tokens
         self.reasoning_tokens = reasoning_tokens
 
@@ -141,6 +151,9 @@ class Choice:
         update = self._update
         self.completion_tokens += 1
         update.token_ids.append(token_id)
+        if self._prediction is not None:
+            self._prediction.feed(token_id)
+            self.accepted_prediction_tokens = self._prediction.accepted
         text = self._detokenizer.feed(token_id)
         if logprob is not None:
             self._waiting.append((self._length, logprob))

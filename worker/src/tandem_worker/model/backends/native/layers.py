@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from tandem_worker.model.backends.native.attention import NativeAttention
 from tandem_worker.model.backends.native.packing import LosslessPacker, NativePacker, lay_out
 from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.stored import PackedWeight
+from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
@@ -165,6 +166,17 @@ class NativeExperts(Experts):
     linear = NativeLinear
 
 
+def find_inexact(layers: Sequence[KVLayerSpec]) -> str | None:
+    """As `Backend.find_inexact`."""
+    if not _PACKS:
+        return "oneDNN multiplies many rows with AMX, and the kernels few"
+    if any(layer.head_dim_index is None for layer in layers):
+        return "torch attends to latents (MLA)"
+    if any(layer.block_shape[-1] % library.LANES for layer in layers):
+        return f"torch attends with heads whose width is no multiple of {library.LANES}"
+    return None
+
+
 NATIVE = replace(
     TORCH,
     name=BackendName.NATIVE,
@@ -177,6 +189,7 @@ NATIVE = replace(
     mlp=NativeMLP,
     experts=NativeExperts,
     route=build_route,
+    find_inexact=find_inexact,
     packer=NativePacker if _PACKS else None,
     lossless=Lossless(packer=LosslessPacker, embedding=NativeEmbedding, find_obstacle=native.find_lossless_obstacle),
 )

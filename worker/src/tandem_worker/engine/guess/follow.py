@@ -1,0 +1,132 @@
+"""Follows a choice through texts in which its last tokens stood before: what comes next there may come next here.
+
+A follower stands at the place behind the longest match it knows of, and goes on with it while the choice says what
+stands there. A new place is looked for when the match breaks or is short. The work is bounded per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem_worker.engine.guess.contract import Source
+from tandem_worker.engine.guess.ngrams import LONG, SHORT, CompleteIndex, GrowingIndex, long_key, short_key
+from tandem_worker.engine.guess.rates import MOST_LENGTH
+
+
+def match_length(tokens: Sequence[int], end: int, text: list[int], most: int = MOST_LENGTH) -> int:
+    """How many tokens before `tokens[end]` equal the last ones of `text`, `most` at the most."""
+    length, most = 0, min(most, end, len(text))
+    while length < most and tokens[end - 1 - length] == text[-1 - length]:
+        length += 1
+    return length
+
+
+class Follower(Protocol):
+    source: Source
+    length: int
+    """Tokens of the match; what they are followed by is the guess."""
+
+    def peek(self) -> int | None:
+        """The next token, if it goes on as it does there; None: nothing was found."""
+        ...
+
+    def read(self, count: int) -> list[int]:
+        """The next tokens, `count` at the most."""
+        ...
+
+    def feed(self, text: list[int]) -> None:
+        """The choice has got a token: the last one of `text`."""
+        ...
+
+
+class TextFollower:
+    """In the choice's own text: its prompt and its answer so far, which is `text` of each call."""
+
+    source = Source.TEXT
+
+    def __init__(self, text: list[int], prompt: CompleteIndex) -> None:
+        """`text` begins with `prompt.tokens`, and grows."""
+        self.length = 0
+        self._text = text
+        self._prompt = prompt
+        self._answer = GrowingIndex()
+        self._at: int | None = None
+        self._search(text)
+
+    def peek(self) -> int | None:
+        return None if self._at is None else self._text[self._at]
+
+    def read(self, count: int) -> list[int]:
+        """A text that repeats itself is read beyond its end."""
+        if self._at is None:
+            return []
+        tokens = self._text[self._at : self._at + count]
+        period = len(self._text) - self._at
+        while len(tokens) < count:
+            tokens.append(tokens[-period])
+        return tokens
+
+    def feed(self, text: list[int]) -> None:
+        if self._at is not None and text[self._at] == text[-1]:
+            self._at += 1
+            self.length = min(self.length + 1, MOST_LENGTH)
+        else:
+            self._at, self.length = None, 0
+        self._search(text)
+
+    def _search(self, text: list[int]) -> None:
+        """Look for a longer match than the one at hand, and take note of the text's last runs."""
+        end = len(text)
+        if end >= LONG:
+            self._look(long_key(text), text, long=True, least=LONG)
+        if end >= SHORT:
+            self._look(short_key(text), text, long=False, least=SHORT)
+
+    def _look(self, key: int, text: list[int], *, long: bool, least: int) -> None:
+        if self.length < least:
+            at = self._answer.find_last(key, long=long) or self._prompt.find_last(key, long=long)
+            if at is not None and at < len(text):
+                length = match_length(text, at, text)
+                if length >= least:
+                    self._at, self.length = at, length
+        self._answer.add(key, len(text), long=long)
+
+
+class DocumentFollower:
+    """In a text that is complete: a prediction."""
+
+    def __init__(self, source: Source, document: CompleteIndex, *, from_start: bool) -> None:
+        """`from_start`: the choice is expected to begin as the document does."""
+        self.source = source
+        self.length = 0
+        self._document = document
+        self._at: int | None = 0 if from_start and document.tokens else None
+        self._last = 0
+        """Where it stood last: what was left out or put in is behind it."""
+
+    def peek(self) -> int | None:
+        tokens = self._document.tokens
+        return tokens[self._at] if self._at is not None and self._at < len(tokens) else None
+
+    def read(self, count: int) -> list[int]:
+        return [] if self._at is None else self._document.tokens[self._at : self._at + count]
+
+    def feed(self, text: list[int]) -> None:
+        if self._at is not None and self.peek() == text[-1]:
+            self._at += 1
+            self.length = min(self.length + 1, MOST_LENGTH)
+            return
+        if self._at is not None:
+            self._last, self._at, self.length = self._at, None, 0
+        if len(text) >= LONG:
+            self._look(long_key(text), text, long=True, least=LONG)
+        if self._at is None and len(text) >= SHORT:
+            self._look(short_key(text), text, long=False, least=SHORT)
+
+    def _look(self, key: int, text: list[int], *, long: bool, least: int) -> None:
+        at = self._document.find_after(key, self._last, long=long)
+        if at is not None and at < len(self._document.tokens):
+            length = match_length(self._document.tokens, at, text)
+            if length >= least:
+                self._at, self.length = at, length
