@@ -456,8 +456,7 @@ class StepRunner:
                 self._score_chunk(chunk.sequence, chunk.start, rows)
         first = len(self.deltas)
         if layout.sequences:
-            count = len(layout.sequences)
-            self._accept_logits(layout.sequences, logits[:count] if layout.rows is None else logits[layout.rows])
+            self._accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
         self._check_guesses(layout, logits)
         if self._right:
             self.deltas[first:] = join_deltas(self.deltas[first:])
@@ -471,7 +470,7 @@ class StepRunner:
         """Choices whose guesses have all been right so far."""
         for wave in layout.waves:
             rows: dict[Sequence, int] = {}
-            for row, (sequence, guess) in enumerate(wave.guesses.items(), start=wave.first):
+            for sequence, (guess, row) in wave.guesses.items():
                 if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
                     self.scheduler.confirm(sequence)
                     rows[sequence] = row
@@ -479,9 +478,7 @@ class StepRunner:
                 return
             right = set(rows)
             self._right.update(right)
-            whole = len(rows) == len(wave.guesses)
-            chosen = logits[wave.first : wave.first + len(rows)] if whole else logits[list(rows.values())]
-            self._accept_logits(list(rows), chosen)
+            self._accept_logits(list(rows), logits[list(rows.values())])
 
     def _score_chunk(self, sequence: Sequence, start: int, logits: torch.Tensor) -> None:
         request = sequence.request

@@ -69,7 +69,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [B, max_blocks] int32, blocks of each sequence in order, padded with 0
     query_start: torch.Tensor  # [B + 1] int32, first token of each sequence in T
     context_lens: torch.Tensor  # [B] int32, tokens of each sequence including the new ones
-    logits_rows: torch.Tensor  # [N] int64, rows of T whose logits are wanted
+    logits_rows: torch.Tensor  # [N] int64, rows of T whose logits are wanted, ascending
     query_lens_host: tuple[int, ...]  # B new tokens per sequence
     context_lens_host: tuple[int, ...]  # B
     has_padding: bool = False

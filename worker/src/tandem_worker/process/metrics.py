@@ -244,7 +244,7 @@ def _add_guesses(out: Families, engine: EngineStats) -> None:
     out.gauge(
         Metric.WORKER_TOKENS_PER_STEP, "Smoothed tokens of one answer in a decode step.", engine.decode_tokens_per_step
     )
-    out.counter(Metric.WORKER_GUESS_SECONDS_TOTAL, "Time spent on guessing.", engine.guess_seconds_total)
+    out.counter(Metric.WORKER_GUESS_SECONDS_TOTAL, "Time of computing that guessing took.", engine.guess_seconds_total)
     for name, text, counts in (
         (Metric.WORKER_DRAFT_TOKENS_TOTAL, "Guesses that were checked.", engine.draft_tokens_total),
         (

@@ -31,17 +31,16 @@ class StepInput:
     rows: np.ndarray  # [B] int64, each sequence's row of the block table
     query_lens: np.ndarray  # [B] int64
     context_lens: np.ndarray  # [B] int64, new tokens included
-    logits_rows: np.ndarray  # [N] int64, rows of T
+    logits_rows: np.ndarray  # [N] int64, rows of T, ascending
     table_runs: np.ndarray  # [R, 3] int64: row, first column and end of what changed in the block table
     table_values: np.ndarray  # block ids of these runs, one run after another
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """The n-th guesses of a step: rows `first` and following, one for each of `guesses`, whose tokens they are of."""
+    """The n-th guesses of a step, by sequence: the token, and the row of its logits."""
 
-    first: int
-    guesses: dict[Sequence, int]
+    guesses: dict[Sequence, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,11 @@ class LogitsLayout:
     sequences: list[Sequence]
     """Whose next token is to be chosen."""
     rows: list[int] | None
-    """Logits row of each of `sequences`; None: row i belongs to sequence i, and further ones to `waves`."""
+    """Logits row of each of `sequences`; None: row i belongs to sequence i."""
     scored: list[tuple[Chunk, int]]
     """Chunks all of whose positions have logits, and the row of the first."""
     waves: list[Wave]
-    """Rows of guesses, behind all others: first of the first guesses, then of the second ones, and so on."""
+    """The first guesses of all sequences that have any, then the second ones, and so on."""
 
 
 class BlockTable:
@@ -215,10 +214,9 @@ class BatchBuilder:
     ) -> tuple[LogitsLayout, list[int]]:
         """Who gets which logits, and the rows of T they come from."""
         sequences = list(decodes)
-        rows = list(range(len(decodes)))
-        starts = list(itertools.accumulate(widths, initial=0))
-        first = starts.pop()
-        logits_rows = starts.copy()
+        *rows, first = itertools.accumulate(widths, initial=0)
+        waves = _find_waves(decodes, rows, guesses)
+        logits_rows = list(range(first))
         scored: list[tuple[Chunk, int]] = []
         for chunk in chunks:
             if chunk.sequence.request.reads_every_position and not chunk.sequence.output:
@@ -231,14 +229,6 @@ class BatchBuilder:
                 rows.append(len(logits_rows) - 1)
             first += chunk.length
         identity = rows == list(range(len(logits_rows)))
-        waves: list[Wave] = []
-        for depth in range(max(map(len, guesses.values()), default=0)):
-            wave = Wave(len(logits_rows), {})
-            for sequence, start, width in zip(decodes, starts, widths, strict=True):
-                if depth + 1 < width:
-                    wave.guesses[sequence] = guesses[sequence][depth]
-                    logits_rows.append(start + depth + 1)
-            waves.append(wave)
         return LogitsLayout(sequences, None if identity else rows, scored, waves), logits_rows
 
 
@@ -248,6 +238,17 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
+
+
+def _find_waves(decodes: list[Sequence], rows: list[int], guesses: dict[Sequence, tuple[int, ...]]) -> list[Wave]:
+    """`rows` has those of the newest tokens, whose guesses follow them."""
+    waves: list[Wave] = []
+    for sequence, row in zip(decodes, rows, strict=True):
+        for depth, token in enumerate(guesses.get(sequence, ()), start=1):
+            if depth > len(waves):
+                waves.append(Wave({}))
+            waves[depth - 1].guesses[sequence] = token, row + depth
+    return waves
 
 
 def _row_of(sequence: Sequence) -> int:

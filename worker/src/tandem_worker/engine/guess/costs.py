@@ -11,10 +11,10 @@ ROWS_PER_PASS = 6
 """Of the native kernels (`kMaxRows`)."""
 _PER_ROW, _PER_PASS = 0.02, 0.20
 """Of a step of one row, before anything was measured: SmolLM2, one thread."""
-_BASE_WEIGHT, _SLOPE_WEIGHT = 0.1, 0.05
-_LEAST, _MOST = 0.05, 5.0
-"""Of what is assumed, as a factor."""
-_OUTLIER = 0.5
+_BASE_WEIGHT, _SLOPE_WEIGHT = 0.1, 0.02
+_LEAST, _MOST = 0.4, 4.0
+"""Of what is assumed, as a factor: what a busy machine does to single steps must not make rows look free."""
+_OUTLIER = 0.25
 """A step that takes so much longer or shorter than was predicted was disturbed."""
 
 

@@ -32,7 +32,7 @@ class Speculator:
         *,
         max_rows: int,
         may_guess: Callable[[Sequence], bool] = lambda sequence: True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?"""
         self.drafted: Counter[Source] = Counter()
@@ -40,7 +40,7 @@ class Speculator:
         self.accepted: Counter[Source] = Counter()
         """Of those, the ones that were right and saved a step."""
         self.seconds = 0.0
-        """Spent on guessing."""
+        """Of computing, spent on guessing."""
         self.costs = StepCosts()
         self._guesser = guesser
         self._settings = settings
