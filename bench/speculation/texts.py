@@ -1,0 +1,74 @@
+"""What workers are asked: completions of SmolLM2, whose answers are long and whose likeliest text needs no luck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("data", "content", "blob", "raw", "text", "doc", "body", "load")
+CODE = '''def load(path):
+    with open(path) as file:
+        NAME = json.load(file)
+    items = []
+    for entry in NAME["entries"]:
+        if entry["kind"] == "user":
+            items.append(User(entry["name"], entry["age"]))
+        elif entry["kind"] == "group":
+            items.append(Group(entry["name"], entry["members"]))
+        else:
+            raise ValueError(f"unknown kind {entry['kind']}")
+    return items
+
+
+def save(path, items):
+    entries = []
+    for item in items:
+        if isinstance(item, User):
+            entries.append({"kind": "user", "name": item.name, "age": item.age})
+        else:
+            entries.append({"kind": "group", "name": item.name, "members": item.members})
+    with open(path, "w") as file:
+        json.dump({"entries": entries}, file)
+'''
+QUESTIONS = (
+    "What is the capital of France and why is it famous?", "Explain how a bicycle stays upright.",
+    "Write a short poem about the sea.", "Give me five tips for learning a language.", "Why is the sky blue?",
+    "Describe a day in the life of a baker.", "How do vaccines work?", "What should I cook with tomatoes and eggs?",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    path: str
+    body: dict[str, Any]
+
+
+def edit(number: int) -> Ask:
+    """The client has the file, and wants it back nearly as it was."""
+    code = CODE.replace("NAME", NAMES[number % len(NAMES)])
+    given = f"Here is a file:\n```python\n{code}```\nHere is the same file once more, unchanged:\n```python\n"
+    return Ask("/v1/completions", {"prompt": given + code[:60], "prediction": code})
+
+
+def loop(number: int) -> Ask:
+    """A list of objects that are all alike."""
+    rows = "".join(f'  {{"name": "{NAMES[number % 8]}{i}", "kind": "user", "active": true}},\n' for i in range(4))
+    return Ask("/v1/completions", {"prompt": f"[\n{rows}"})
+
+
+def chat(number: int) -> Ask:
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTIONS[number % 8]}]})
+
+
+def hopeless(number: int) -> Ask:
+    """Nobody guesses what is drawn at this temperature."""
+    ask = chat(number)
+    return Ask(ask.path, {**ask.body, "temperature": 2.0, "seed": number})
+
+
+def mixed(number: int) -> Ask:
+    """Who is guessed well beside those of whom nothing is known."""
+    return (edit, chat, hopeless, hopeless)[number % 4](number)
+
+
+KINDS = {"edits": edit, "loops": loop, "chat": chat, "hopeless": hopeless, "mixed": mixed}
