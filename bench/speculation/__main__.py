@@ -1,9 +1,9 @@
 """`make bench-speculation`: workers that guess against one that does not, over HTTP, in turns in one run.
 
 Workers differ in nothing but `spec.engine.speculative`. What counts is the CPU time of a worker for each token that it
-answers with, prompts included: other load on the machine disturbs it less than it does the clock. A ratio is that of
-the worker without guesses over another's in the same round, above 1 where guesses are cheaper. Every answer must be the
-same. Medians and quartiles of the rounds; the last line is one JSON object.
+answers with, the prompt being in its cache: other load on the machine disturbs that less than it does the clock. A
+ratio is that of the worker without guesses over another's in the same round, above 1 where guesses are cheaper. Every
+answer must be the same. Medians and quartiles of the rounds; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class Round:
         self.differing = 0
 
     def once(self, kind: Callable[[int], Ask], concurrency: int, number: int) -> dict[str, float]:
-        """CPU seconds of each worker. Salts are fresh: nothing is cached, and no earlier answer is known."""
+        """CPU seconds of each worker. Salts are fresh: no earlier answer is known."""
         asks = [kind(number + place) for place in range(concurrency)]
         salted = [Ask(ask.path, {**ask.body, "cache_salt": os.urandom(8).hex()}) for ask in asks]
         costs: dict[str, float] = {}
         told: list[list[str]] = []
         for name, worker in self._workers.items():
+            asyncio.run(answers(worker.port, salted, 1))
             before = worker.cpu_seconds()
             told.append(asyncio.run(answers(worker.port, salted, self._new_tokens)))
             costs[name] = max(0.01, worker.cpu_seconds() - before)
@@ -118,7 +119,7 @@ def bench(options: argparse.Namespace) -> tuple[dict[str, object], int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--settings", default="adaptive,fixed")

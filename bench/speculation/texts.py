@@ -1,4 +1,4 @@
-"""What workers are asked: completions of SmolLM2, whose answers are long and whose likeliest text needs no luck."""
+"""What workers are asked: what SmolLM2 answers at some length, and much as a larger model would."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def edit(number: int) -> Ask:
     """The client has the file, and wants it back nearly as it was."""
     code = CODE.replace("NAME", NAMES[number % len(NAMES)])
     given = f"Here is a file:\n```python\n{code}```\nHere is the same file once more, unchanged:\n```python\n"
-    return Ask("/v1/completions", {"prompt": given + code[:60], "prediction": code})
+    return Ask("/v1/completions", {"prompt": given + code[:60], "prediction": code[60:]})
 
 
 def loop(number: int) -> Ask:

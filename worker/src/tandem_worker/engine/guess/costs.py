@@ -14,8 +14,10 @@ _PER_ROW, _PER_PASS = 0.02, 0.20
 _BASE_WEIGHT, _SLOPE_WEIGHT = 0.1, 0.02
 _LEAST, _MOST = 0.4, 4.0
 """Of what is assumed, as a factor: what a busy machine does to single steps must not make rows look free."""
-_OUTLIER = 0.25
-"""A step that takes so much longer or shorter than was predicted was disturbed."""
+_OUTLIER = 0.1
+"""A step says no more than that it was so much longer or shorter than predicted: more is what disturbed it."""
+_LEAST_SQUARE = 0.01
+"""Steps of few more rows say little about what a row costs."""
 
 
 class StepCosts:
@@ -40,14 +42,14 @@ class StepCosts:
         if self._base is None:
             self._base = seconds / shape
             return
-        error = seconds / self._base - shape
-        if abs(error) <= _OUTLIER * shape:
-            more, passes = _count(rows)
-            by_row, by_pass = _PER_ROW * more, _PER_PASS * passes
-            scale = _SLOPE_WEIGHT * error / (1e-3 + by_row * by_row + by_pass * by_pass)
-            self._row_factor = min(_MOST, max(_LEAST, self._row_factor + scale * by_row))
-            self._pass_factor = min(_MOST, max(_LEAST, self._pass_factor + scale * by_pass))
-        self._base += _BASE_WEIGHT * (seconds / shape - self._base)
+        limit = _OUTLIER * shape
+        error = min(limit, max(-limit, seconds / self._base - shape))
+        more, passes = _count(rows)
+        by_row, by_pass = _PER_ROW * more, _PER_PASS * passes
+        scale = _SLOPE_WEIGHT * error / (_LEAST_SQUARE + by_row * by_row + by_pass * by_pass)
+        self._row_factor = min(_MOST, max(_LEAST, self._row_factor + scale * by_row))
+        self._pass_factor = min(_MOST, max(_LEAST, self._pass_factor + scale * by_pass))
+        self._base *= 1 + _BASE_WEIGHT * error / shape
 
 
 def _count(rows: int) -> tuple[int, int]:

@@ -102,8 +102,8 @@ class DocumentFollower:
         self.length = 0
         self._document = document
         self._at: int | None = 0 if from_start and document.tokens else None
-        self._last = 0
-        """Where it stood last: what was left out or put in is behind it."""
+        self._next = 0
+        """Behind where it stood last: there it is looked for first."""
 
     def peek(self) -> int | None:
         tokens = self._document.tokens
@@ -118,14 +118,14 @@ class DocumentFollower:
             self.length = min(self.length + 1, MOST_LENGTH)
             return
         if self._at is not None:
-            self._last, self._at, self.length = self._at, None, 0
+            self._next, self._at, self.length = self._at + 1, None, 0
         if len(text) >= LONG:
             self._look(long_key(text), text, long=True, least=LONG)
         if self._at is None and len(text) >= SHORT:
             self._look(short_key(text), text, long=False, least=SHORT)
 
     def _look(self, key: int, text: list[int], *, long: bool, least: int) -> None:
-        at = self._document.find_after(key, self._last, long=long)
+        at = self._document.find_after(key, self._next, long=long)
         if at is not None and at < len(self._document.tokens):
             length = match_length(self._document.tokens, at, text)
             if length >= least:
