@@ -40,7 +40,9 @@ GOALS = {
 
 async def answer(port: int, ask: Ask, new_tokens: int) -> tuple[str, int]:
     """The text of an answer of exactly `new_tokens`, and how many tokens it has."""
-    body = {"model": "bench", "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, **ask.body}
+    body = {"model": "bench", "max_tokens": new_tokens, "temperature": 0, **ask.body}
+    if "response_format" not in body:
+        body["ignore_eos"] = True
     payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     received = await server.exchange(port, ask.path, payload)
     text, tokens = "", 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 NAMES = ("data", "content", "blob", "raw", "text", "doc", "body", "load")
-CODE = '''def load(path):
+CODE = """def load(path):
     with open(path) as file:
         NAME = json.load(file)
     items = []
@@ -29,7 +30,7 @@ def save(path, items):
             entries.append({"kind": "group", "name": item.name, "members": item.members})
     with open(path, "w") as file:
         json.dump({"entries": entries}, file)
-'''
+"""
 QUESTIONS = (
     "What is the capital of France and why is it famous?", "Explain how a bicycle stays upright.",
     "Write a short poem about the sea.", "Give me five tips for learning a language.", "Why is the sky blue?",
@@ -43,17 +44,29 @@ class Ask:
     body: dict[str, Any]
 
 
+def say(text: str) -> dict[str, Any]:
+    """Hold an answer to a text, whatever the model would have said: SmolLM2 is too small to copy what it was given."""
+    return {"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": re.escape(text)}}}
+
+
 def edit(number: int) -> Ask:
-    """The client has the file, and wants it back nearly as it was."""
-    code = CODE.replace("NAME", NAMES[number % len(NAMES)])
-    given = f"Here is a file:\n```python\n{code}```\nHere is the same file once more, unchanged:\n```python\n"
-    return Ask("/v1/completions", {"prompt": given + code[:60], "prediction": code[60:]})
+    """The client has a file and wants a name in it changed; its prediction is the file as it was."""
+    name = NAMES[number % len(NAMES)]
+    code = CODE.replace("NAME", name)
+    given = f"Here is a file:\n{code}\nRename the variable {name} to loaded."
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": given}],
+                                        "prediction": {"type": "content", "content": code},
+                                        **say(CODE.replace("NAME", "loaded"))})  # fmt: skip
 
 
 def loop(number: int) -> Ask:
-    """A list of objects that are all alike."""
-    rows = "".join(f'  {{"name": "{NAMES[number % 8]}{i}", "kind": "user", "active": true}},\n' for i in range(4))
-    return Ask("/v1/completions", {"prompt": f"[\n{rows}"})
+    """A list of objects that are all alike but for a number and a word."""
+    rows = ",\n".join(
+        f'  {{"name": "{NAMES[(number + 3 * i) % 8]}", "number": {i}, "kind": "user", "active": true}}'
+        for i in range(16)
+    )
+    content = f"List {16 + number} users as JSON, with name, number, kind and active."
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **say(f"[\n{rows}\n]")})
 
 
 def chat(number: int) -> Ask:

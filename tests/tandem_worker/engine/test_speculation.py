@@ -47,9 +47,12 @@ ALL_KINDS: dict[str, dict[str, Any]] = {
 class Knowing:
     """A guesser that was told the answers, by prompt and choice, and lies now and then. A `guess.contract.Guesser`."""
 
-    def __init__(self, answers: Mapping[tuple[tuple[int, ...], int], list[int]], lies: float = 0.3) -> None:
+    def __init__(
+        self, answers: Mapping[tuple[tuple[int, ...], int], list[int]], lies: float = 0.3, vocab: int = 64
+    ) -> None:
         self.answers = answers
         self.lies = lies
+        self.vocab = vocab
         self.random = random.Random(3)
 
     def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int]) -> dict[Sequence, Guess]:
@@ -57,7 +60,7 @@ class Knowing:
         for sequence in sequences:
             rest = self.answers.get((sequence.prompt, sequence.choice), [])[len(sequence.output) :][: most[sequence]]
             if rest:
-                tokens = tuple((token + (self.random.random() < self.lies)) % 64 for token in rest)
+                tokens = tuple((token + (self.random.random() < self.lies)) % self.vocab for token in rest)
                 guesses[sequence] = Guess(tokens, Source.TEXT, (0.9,) * len(tokens))
         return guesses
 
@@ -95,13 +98,17 @@ def prompts(kinds: Mapping[str, dict[str, Any]], seed: int = 0) -> dict[str, tup
     }
 
 
+def replace_guesser(rig: Rig, guesser: Knowing) -> None:
+    speculator = rig.engine._runner.lanes[0].speculator
+    assert speculator is not None
+    speculator._guesser = guesser
+
+
 @pytest.fixture
 def make_guessing(make_rig: MakeRig) -> Callable[..., Rig]:
     def make(answers: Mapping[Any, list[int]], lies: float = 0.3, **kw: Any) -> Rig:
         rig = make_rig(**({"speculative": LOOKUP} | kw))
-        speculator = rig.engine._runner.lanes[0].speculator
-        assert speculator is not None
-        speculator._guesser = Knowing(answers, lies)
+        replace_guesser(rig, Knowing(answers, lies))
         return rig
 
     return make
@@ -271,9 +278,7 @@ def test_random_guesses_in_random_company(
     rig = Rig(HistoryModel(), num_blocks, scheduler={"max_batch_tokens": batch}, speculative=config)
     plan = {f"r{i}": (tuple(range(i, i + length)), count, n) for i, (length, count, n) in enumerate(lengths)}
     answers = {(prompt, c): greedy_answer(prompt, count) for prompt, count, n in plan.values() for c in range(n)}
-    speculator = rig.engine._runner.lanes[0].speculator
-    assert speculator is not None
-    speculator._guesser = Knowing(answers, lies)
+    replace_guesser(rig, Knowing(answers, lies))
     for name, (prompt, count, n) in plan.items():
         rig.submit(name, prompt, count, n=n)
     rig.wait()

@@ -55,7 +55,9 @@ def follow_text(prompt: list[int]) -> tuple[TextFollower, list[int]]:
 
 
 @given(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40), answer=TOKENS, count=st.integers(1, 12))
-def test_a_text_is_followed_where_its_last_tokens_stood_before(prompt: list[int], answer: list[int], count: int) -> None:
+def test_a_text_is_followed_where_its_last_tokens_stood_before(
+    prompt: list[int], answer: list[int], count: int
+) -> None:
     follower, text = follow_text(prompt)
     feed(follower, text, answer)
     tokens = follower.read(count)

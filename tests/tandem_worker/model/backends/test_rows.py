@@ -62,23 +62,27 @@ class Rows:
         self.whole = self._sequences()
         self.reference = self.feed(self.whole, self.whole.add(), TOKENS)
 
-    def feed(self, run: Any, sequence: int, tokens: list[int], beside: Iterable[int] = ()) -> torch.Tensor:
-        """Logits of every one of `tokens` `[len(tokens), vocab]`, which come after the sequence's; others get one."""
+    def feed(
+        self, run: Any, sequence: int, tokens: list[int], beside: Iterable[int] = (), width: int = 1
+    ) -> torch.Tensor:
+        """Logits of every one of `tokens` `[len(tokens), vocab]`, which come after the sequence's; others `width`."""
         first = len(run.tokens[sequence])
-        batch = run.batch({**{other: [7] for other in beside}, sequence: tokens})
+        batch = run.batch({**{other: [7] * width for other in beside}, sequence: tokens})
         batch = replace(batch, logits_rows=torch.arange(len(batch.token_ids))[-len(tokens) :])
         with torch.inference_mode():
             logits = self.model.forward(batch, run.cache)
         assert len(run.tokens[sequence]) == first + len(tokens)
         return logits
 
-    def differing(self, run: Any, sequence: int, pieces: Iterable[int], beside: Iterable[int] = ()) -> list[int]:
+    def differing(
+        self, run: Any, sequence: int, pieces: Iterable[int], beside: Iterable[int] = (), width: int = 1
+    ) -> list[int]:
         """Lengths at which a sequence that goes on in `pieces` tokens has other bits than the reference."""
         found = []
         for piece in pieces:
             first = len(run.tokens[sequence])
             tokens = TOKENS[first : first + piece]
-            logits = self.feed(run, sequence, tokens, beside)
+            logits = self.feed(run, sequence, tokens, beside, width)
             same = (logits == self.reference[first : first + piece]).all(1)
             found += [first + int(row) + 1 for row in (~same).nonzero()[:, 0]]
         return found
@@ -123,6 +127,34 @@ def test_rows_have_the_same_bits_however_they_come(rows: Rows) -> None:
             gap = [length - 1 - start] if length - 1 > start else []
             assert rows.differing(rows.whole, sequence, [*gap, 1], company) == [], f"{length} beside {company}"
             rows.forget(sequence, start)
+
+
+def check_rows_that_are_checked(rows: Rows, lengths: Iterable[int], families: str) -> None:
+    """A newest token with guesses behind it, alone and beside others that have as many."""
+    run = rows.whole
+    for number, length in enumerate(lengths):
+        width = 2 + number % 8
+        start = (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for beside in ((), rows.company(run)):
+            sequence = rows.resume(start)
+            gap = [length - 1 - start] if length - 1 > start else []
+            pieces = [*gap, min(width, LENGTH - length + 1)]
+            assert rows.differing(run, sequence, pieces, beside, width) == [], f"{families} {length} {width} {beside}"
+            rows.forget(sequence, start)
+            for other in beside:
+                run._free += run.blocks[other]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_that_are_checked_have_the_bits_of_decoded_ones(rows: Rows, family: str) -> None:
+    check_rows_that_are_checked(rows, EDGES, family)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_that_are_checked_at_every_length(rows: Rows, family: str) -> None:
+    check_rows_that_are_checked(rows, range(1, LENGTH, 3), family)
 
 
 @pytest.mark.timeout(900)
