@@ -19,7 +19,8 @@ def test_what_was_predicted_counts_from_the_beginning_and_from_where_the_two_mee
     assert count(predicted, predicted) == 20
     assert count(predicted, [1, 2, 3]) == 0
     assert count(predicted, predicted[:5]) == 5
-    assert count(predicted, [*predicted[:5], 7, *predicted[6:]]) == 5 + 14 - 2, "two tokens find the place again"
+    assert count(predicted, [*predicted[:5], 7, *predicted[6:]]) == 19, "one token was another"
+    assert count(predicted, [*predicted[:5], 7, 8, 9, *predicted[6:]]) == 5 + 14 - 2, "two tokens find the place again"
     assert count([], [1, 2]) == 0
 
 

@@ -1,7 +1,9 @@
 """Follows a choice through texts in which its last tokens stood before: what comes next there may come next here.
 
 A follower stands at the place behind the longest match it knows of, and goes on with it while the choice says what
-stands there. A new place is looked for when the match breaks or is short. The work is bounded per token.
+stands there. Where it says another token, that may stand for the one there: the follower goes on behind it with a match
+of length 0, and gives the place up when the next token is another one too. A new place is looked for while the
+match is short. The work is bounded per token.
 """
 
 from __future__ import annotations
@@ -20,6 +22,13 @@ def match_length(tokens: Sequence[int], end: int, text: list[int], most: int = M
     while length < most and tokens[end - 1 - length] == text[-1 - length]:
         length += 1
     return length
+
+
+def go_on(at: int, length: int, *, hit: bool) -> tuple[int | None, int]:
+    """Place and length of the match after one token more, which was the one at `at`, or was not."""
+    if hit:
+        return at + 1, min(length + 1, MOST_LENGTH)
+    return (at + 1, 0) if length else (None, 0)
 
 
 class Follower(Protocol):
@@ -68,11 +77,8 @@ class TextFollower:
         return tokens
 
     def feed(self, text: list[int]) -> None:
-        if self._at is not None and text[self._at] == text[-1]:
-            self._at += 1
-            self.length = min(self.length + 1, MOST_LENGTH)
-        else:
-            self._at, self.length = None, 0
+        if self._at is not None:
+            self._at, self.length = go_on(self._at, self.length, hit=text[self._at] == text[-1])
         self._search(text)
 
     def _search(self, text: list[int]) -> None:
@@ -113,18 +119,19 @@ class DocumentFollower:
         return [] if self._at is None else self._document.tokens[self._at : self._at + count]
 
     def feed(self, text: list[int]) -> None:
-        if self._at is not None and self.peek() == text[-1]:
-            self._at += 1
-            self.length = min(self.length + 1, MOST_LENGTH)
-            return
         if self._at is not None:
-            self._next, self._at, self.length = self._at + 1, None, 0
+            hit = self.peek() == text[-1]
+            if not hit:
+                self._next = self._at + 1
+            self._at, self.length = go_on(self._at, self.length, hit=hit)
         if len(text) >= LONG:
             self._look(long_key(text), text, long=True, least=LONG)
-        if self._at is None and len(text) >= SHORT:
+        if len(text) >= SHORT:
             self._look(short_key(text), text, long=False, least=SHORT)
 
     def _look(self, key: int, text: list[int], *, long: bool, least: int) -> None:
+        if self.length >= least or (self._at is not None and self.length > 0):
+            return
         at = self._document.find_after(key, self._next, long=long)
         if at is not None and at < len(self._document.tokens):
             length = match_length(self._document.tokens, at, text)

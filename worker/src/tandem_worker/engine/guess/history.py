@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from tandem_worker.engine.guess.contract import Source
-from tandem_worker.engine.guess.follow import match_length
+from tandem_worker.engine.guess.follow import go_on, match_length
 from tandem_worker.engine.guess.ngrams import LONG, long_key
 from tandem_worker.engine.guess.rates import MOST_LENGTH
 
@@ -117,12 +117,9 @@ class HistoryFollower:
         return tokens[: tokens.index(_END)] if _END in tokens else tokens
 
     def feed(self, text: list[int]) -> None:
-        if self._at is not None and self.peek() == text[-1]:
-            self._at += 1
-            self.length = min(self.length + 1, MOST_LENGTH)
-            return
-        self._at, self.length = None, 0
-        if len(text) < LONG:
+        if self._at is not None:
+            self._at, self.length = go_on(self._at, self.length, hit=self.peek() == text[-1])
+        if self.length or len(text) < LONG:
             return
         key = long_key(text)
         for shelf in self._history.shelves(self._salt):
