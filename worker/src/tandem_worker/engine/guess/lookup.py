@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.follow import DocumentFollower, Follower, TextFollower
 from tandem_worker.engine.guess.history import History, HistoryFollower
-from tandem_worker.engine.guess.ngrams import CompleteIndex
+from tandem_worker.engine.guess.ngrams import MOST_TOKENS, CompleteIndex
 from tandem_worker.engine.guess.rates import Luck, Rates
 from tandem_worker.engine.schedule.request import Sequence
 
@@ -47,6 +47,11 @@ class LookupGuesser:
             self._history.add(sequence.request.cache_salt, sequence.prompt, sequence.output)
 
 
+def index_prediction(token_ids: Rows[int]) -> CompleteIndex:
+    """Of a prediction, which is followed from its beginning: its first tokens, where it is too long."""
+    return CompleteIndex(token_ids[:MOST_TOKENS])
+
+
 def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> Reader:
     """For a choice, wherever it stands. The choices of a request share the index of their prompt."""
     request, output = sequence.request, sequence.output
@@ -60,7 +65,7 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
     followers: list[Follower] = [TextFollower(text, index)]
     if request.prediction:
         if request.prediction_index is None:
-            request.prediction_index = CompleteIndex(request.prediction)
+            request.prediction_index = index_prediction(request.prediction)
         followers.append(
             DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not sequence.num_resumed)
         )

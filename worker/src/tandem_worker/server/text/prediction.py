@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.follow import DocumentFollower
+from tandem_worker.engine.guess.lookup import index_prediction
 from tandem_worker.engine.guess.ngrams import CompleteIndex
 
 
@@ -18,7 +19,7 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.num_tokens = len(token_ids)
-        self._index = CompleteIndex(token_ids)
+        self._index = index_prediction(token_ids)
 
     def begin(self) -> PredictionTally:
         """For a choice that has said nothing yet."""
