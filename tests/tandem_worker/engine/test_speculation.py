@@ -338,3 +338,31 @@ def test_lookup_answers_as_without_it(make_rig: MakeRig, seed: int) -> None:
     assert 0 < stats.accepted_draft_tokens_total["text"] < stats.draft_tokens_total["text"]
     assert stats.guess_seconds_total is not None
     assert stats.guess_seconds_total > 0
+
+
+def test_nothing_is_guessed_from_answers_with_another_salt(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    prompt = tuple(range(10, 20))
+    answer = greedy_answer(prompt, 40)
+
+    def guesses(name: str, salt: str) -> int:
+        before = rig.engine.stats().draft_tokens_total["history"]
+        assert rig.run(name, prompt, 40, cache_salt=salt) == answer
+        rig.submit(f"{name} of another prompt", (5, *prompt, *answer[:6]), 4, cache_salt=salt)
+        rig.wait()
+        return rig.engine.stats().draft_tokens_total["history"] - before
+
+    guesses("first", "one")
+    for number, salt in enumerate(("two", "", "One", "one ", "on")):
+        assert guesses(f"other {number}", salt) == 0, salt
+    known = rig.engine.stats()
+    assert guesses("again", "one") > 0
+    assert rig.engine.stats().accepted_draft_tokens_total["history"] > known.accepted_draft_tokens_total["history"]
+    assert rig.engine.stats().steps_total - known.steps_total < 40
+
+
+def test_without_memory_for_it_there_is_no_history(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=200, speculative=LOOKUP.model_copy(update={"history_bytes": 0}))
+    for name in ("first", "again"):
+        rig.run(name, (1, 2, 3), 40)
+    assert rig.engine.stats().draft_tokens_total["history"] == 0

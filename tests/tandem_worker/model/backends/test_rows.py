@@ -6,6 +6,7 @@ the sweeps over every length are `full`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.native.layers import MAX_ROWS
 from tandem_worker.model.backends.select import find_backend
+from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.routers import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter
 from tandem_worker.model.load import load_model
 from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
@@ -208,3 +211,19 @@ def test_a_row_goes_to_the_same_experts_with_the_same_weights(kind: str, hidden:
             assert torch.equal(some.weights, together.weights[first : first + count])
     expected = router(x, None)
     assert (together.experts == expected.experts).float().mean() > 0.9
+
+
+def test_models_say_whether_their_rows_are_exact(save_random_model: Any, tmp_path: Path) -> None:
+    save_random_model(CONFIGS["llama"]())
+    for backend, dtype, exact in (
+        (BackendName.NATIVE, torch.bfloat16, sys.maxsize == MAX_ROWS),
+        (BackendName.TORCH, torch.float32, False),
+    ):
+        model = load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, backend=backend)
+        assert (model.inexact is None) is exact
+    heads = KVLayerSpec(block_shape=(2, 2, 16, 16), head_dim_index=1)
+    for layer in (
+        KVLayerSpec(block_shape=(16, 96), head_dim_index=None),
+        KVLayerSpec(block_shape=(2, 2, 16, 24), head_dim_index=1),
+    ):
+        assert find_backend(BackendName.NATIVE).find_inexact([heads, layer]), "torch computes such a layer"
