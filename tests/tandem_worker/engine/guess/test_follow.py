@@ -90,6 +90,16 @@ def test_a_token_may_stand_for_another_and_two_may_not() -> None:
     assert follower.peek() is None
 
 
+def test_a_single_token_is_better_than_none() -> None:
+    follower, text = follow_text([1, 2, 3, 2, 4, 9])
+    feed(follower, text, [2])
+    assert (follower.peek(), follower.length) == (4, 1), "its last occurrence"
+    feed(follower, text, [8])
+    assert follower.peek() is None
+    feed(follower, text, [2])
+    assert follower.peek() == 8, "in the answer, which is nearer"
+
+
 def test_the_longer_match_is_followed() -> None:
     prompt = [1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 9]
     follower, text = follow_text(prompt)

@@ -3,7 +3,7 @@
 A follower stands at the place behind the longest match it knows of, and goes on with it while the choice says what
 stands there. Where it says another token, that may stand for the one there: the follower goes on behind it with a match
 of length 0, and gives the place up when the next token is another one too. A new place is looked for while the
-match is short. The work is bounded per token.
+match is short; a single token is better than none. The work is bounded per token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def go_on(at: int, length: int, *, hit: bool) -> tuple[int | None, int]:
     """Place and length of the match after one token more, which was the one at `at`, or was not."""
     if hit:
         return at + 1, min(length + 1, MOST_LENGTH)
-    return (at + 1, 0) if length else (None, 0)
+    return (at + 1, 0) if length >= SHORT else (None, 0)
 
 
 class Follower(Protocol):
@@ -60,6 +60,8 @@ class TextFollower:
         self._text = text
         self._prompt = prompt
         self._answer = GrowingIndex()
+        self._singles: dict[int, int] = {}
+        """As the prompt's, of the answer."""
         self._at: int | None = None
         self._search(text)
 
@@ -88,6 +90,12 @@ class TextFollower:
             self._look(long_key(text), text, long=True, least=LONG)
         if end >= SHORT:
             self._look(short_key(text), text, long=False, least=SHORT)
+        last = text[-1]
+        if self._at is None:
+            at = self._singles.get(last) or self._prompt.singles.get(last)
+            if at is not None:
+                self._at, self.length = at, 1
+        self._singles[last] = end
 
     def _look(self, key: int, text: list[int], *, long: bool, least: int) -> None:
         if self.length < least:

@@ -30,10 +30,12 @@ def long_key(tokens: Sequence[int]) -> int:
 class CompleteIndex:
     """Of a text that does not grow; shared by all who look into it."""
 
-    __slots__ = ("_keys", "_places", "tokens")
+    __slots__ = ("_keys", "_places", "singles", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens[-MOST_TOKENS:])
+        self.singles = dict(zip(self.tokens, range(1, len(self.tokens) + 1), strict=True))
+        """By token: the place behind its last occurrence."""
         values = np.array(self.tokens, dtype=np.int64)
         pairs = values[:-1] << 31 | values[1:]
         with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ from tandem_worker.engine.guess.contract import Source
 
 MOST_LENGTH = 32
 """Longer matches are taken for this long."""
-_PRIOR = (0.30, 0.30, 0.40, 0.50, 0.60, 0.66, 0.71, 0.75, 0.78, 0.80, 0.82, 0.84, 0.85, 0.86, 0.87, 0.88)
+_PRIOR = (0.25, 0.12, 0.35, 0.50, 0.60, 0.66, 0.71, 0.75, 0.78, 0.80, 0.82, 0.84, 0.85, 0.86, 0.87, 0.88)
 """By the length of the match; of longer ones the last. Of SmolLM2's answers to chats, edits and tool calls."""
 _PRIOR_WEIGHT = 8.0
 _MEMORY = 400.0
