@@ -28,7 +28,7 @@ from e2e.model import find_model
 
 SETTINGS: dict[str, dict[str, object]] = {
     "none": {"method": "Off"},
-    "adaptive": {},
+    "adaptive": {"method": "Auto"},
     "fixed": {"method": "Lookup", "adaptive": False, "maxTokens": 5},
 }
 GOALS = {

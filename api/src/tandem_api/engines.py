@@ -127,7 +127,7 @@ _LIMITS = (
         _ARGS,
         " && ".join(
             f"({_unset(f'engine.speculative.{field}', value)})"
-            for field, value in (("method", "'Auto'"), ("maxTokens", "8"), ("adaptive", "true"), ("history", "'64Mi'"))
+            for field, value in (("method", "'Off'"), ("maxTokens", "8"), ("adaptive", "true"), ("history", "'64Mi'"))
         ),
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
@@ -230,7 +230,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.tools != "Auto",
         engine.generation_settings != "Model",
         engine.weights != "Auto",
-        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Auto", 8, True, "64Mi"),
+        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi"),
         kv.memory is not None,
         kv.transport != "Auto",
         not kv.verify,

@@ -550,7 +550,7 @@ EngineArgument = Annotated[
 
 
 class Speculative(Authored):
-    method: SpeculativeMethod = "Auto"
+    method: SpeculativeMethod = "Off"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
     `prediction` of the request, and in earlier answers with the same cache salt. `Auto` is `Lookup` where answers stay
     the same to the last bit, which the log says at the start; elsewhere it is `Off`."""

@@ -297,7 +297,9 @@ def test_auto_is_off_where_answers_might_differ(
     assert (rig.engine.stats().guess_seconds_total is None) == (method == "Auto")
     exact = HistoryModel()
     exact.inexact = None
-    assert make_rig(exact).engine.stats().guess_seconds_total is not None, "the default"
+    auto = SpeculativeConfig(method="Auto")
+    assert make_rig(exact, speculative=auto).engine.stats().guess_seconds_total is not None
+    assert make_rig(exact).engine.stats().guess_seconds_total is None, "the default"
 
 
 @pytest.mark.parametrize("method", ["Auto", "Lookup", "Off"])

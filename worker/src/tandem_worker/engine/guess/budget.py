@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-LEAST_GAIN = 1.02
-"""Below that a gain in tokens per second is not worth its risk."""
+LEAST_GAIN = 1.05
+"""Below that a gain in tokens per second is not worth its risk: chances and costs are estimates, and the best of many
+guesses are those whose chances are taken for too high."""
 MOST_LOSS = 0.05
 """Tokens per second that a choice may lose to the guesses of others."""
 _HOPELESS = 0.75

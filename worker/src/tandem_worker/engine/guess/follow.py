@@ -15,6 +15,9 @@ from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.ngrams import LONG, SHORT, CompleteIndex, GrowingIndex, long_key, short_key
 from tandem_worker.engine.guess.rates import MOST_LENGTH
 
+_EXPECTED = 8
+"""Length of the match at the beginning of a text that the choice is expected to repeat."""
+
 
 def match_length(tokens: Sequence[int], end: int, text: list[int], most: int = MOST_LENGTH) -> int:
     """How many tokens before `tokens[end]` equal the last ones of `text`, `most` at the most."""
@@ -113,7 +116,7 @@ class DocumentFollower:
     def __init__(self, source: Source, document: CompleteIndex, *, from_start: bool) -> None:
         """`from_start`: the choice is expected to begin as the document does."""
         self.source = source
-        self.length = 0
+        self.length = _EXPECTED if from_start else 0
         self._document = document
         self._at: int | None = 0 if from_start and document.tokens else None
         self._next = 0

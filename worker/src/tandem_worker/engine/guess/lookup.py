@@ -74,6 +74,10 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
     return Reader(text, known, followers, rates)
 
 
+_LEAST_VALUE = 0.05
+"""Of a guess to be reached and right: what comes after is not worth looking at."""
+
+
 class Reader:
     """One choice: its text, and where it is followed."""
 
@@ -114,8 +118,13 @@ class Reader:
         if best is None:
             return None
         follower, luck = best
-        tokens = follower.read(most)
         source, length, chance = follower.source, follower.length, self._rates.chance
-        return Guess(
-            tuple(tokens), source, tuple(luck.apply(chance(source, length + depth)) for depth in range(len(tokens)))
-        )
+        chances, value = [highest], highest
+        while len(chances) < most:
+            following = luck.apply(chance(source, length + len(chances)))
+            value *= following
+            if value < _LEAST_VALUE:
+                break
+            chances.append(following)
+        tokens = follower.read(len(chances))
+        return Guess(tuple(tokens), source, tuple(chances[: len(tokens)]))
