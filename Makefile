@@ -184,6 +184,10 @@ bench-engine: setup ## The engine against transformers, and its control logic's 
 bench-lossless: setup ## Weights in 12 bits against plain ones: products, and the whole worker over HTTP (two idle cores)
 	@$(RUN) python -m bench.lossless $(BENCH)
 
+.PHONY: bench-speculation
+bench-speculation: setup ## Guesses against none: edits, loops, chats and hopeless text over HTTP, CPU time per token
+	@$(RUN) python -m bench.speculation $(BENCH)
+
 .PHONY: bench-start
 bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
 	@$(RUN) python -m bench.start $(BENCH)

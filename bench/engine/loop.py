@@ -40,6 +40,7 @@ class NullModel:
     vocab_size, max_position_embeddings, dtype = VOCAB, 1 << 20, torch.float32
     device = torch.device("cpu")
     embedding = None
+    inexact = "it has no rows"
 
     def __init__(self, max_rows: int) -> None:
         self._logits = torch.zeros((max_rows, VOCAB))

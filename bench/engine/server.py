@@ -53,10 +53,11 @@ def worker(
     weights: str = "Auto",
     kv: Mapping[str, Any] | None = None,
     drain_seconds: float = 1,
+    speculative: dict[str, object] | None = None,
 ) -> Iterator[Worker]:
     """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead. Without
-    `native` torch computes what the CPU kernels would; `weights` is `spec.engine.weights`, `kv` more of the launch
-    configuration's part of that name."""
+    `native` torch computes what the CPU kernels would; `weights` and `speculative` are those of `spec.engine`, `kv` is
+    more of the launch configuration's part of that name."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -73,6 +74,8 @@ def worker(
     }
     if weights != "Auto":
         document["weights"] = weights
+    if speculative is not None:
+        document["speculative"] = speculative
     if tree is not None and "WORKER_METRICS_PORT" not in (tree / "api/src/tandem_api/launch.py").read_text():
         metrics_port = port  # versions whose probes are answered at the port of the API
         del document["metricsPort"]
@@ -150,6 +153,21 @@ async def stream(port: int, prompt: list[int], new_tokens: int, prefill: str | N
         raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
     usage = received[received.rindex(b'"completion_tokens":') + len(b'"completion_tokens":') :]
     return Stream(first, total, int(usage[: usage.index(b",")].strip(b" }")))
+
+
+async def exchange(port: int, path: str, payload: bytes) -> bytes:
+    """What a worker answers to a POST, head and all. Raises RuntimeError when a stream is not answered in full."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    writer.write(head.encode() + payload)
+    received = await reader.read()
+    writer.close()
+    if b"data: [DONE]" not in received:
+        raise RuntimeError(f"the answer is incomplete: {received[-500:]!r}")
+    return received
 
 
 async def streams(port: int, prompts: list[list[int]], new_tokens: int) -> float:

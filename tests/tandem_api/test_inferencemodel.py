@@ -364,6 +364,10 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"requestChatTemplates": True}}, "engine.requestChatTemplates is of Tandem's own engine"),
         ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
         ({"engine": {"weights": "Plain"}}, "engine.weights is of Tandem's own engine"),
+        ({"engine": {"speculative": {"method": "Auto"}}}, "engine.speculative is of Tandem's own engine"),
+        ({"engine": {"speculative": {"maxTokens": 4}}}, "engine.speculative is of Tandem's own engine"),
+        ({"engine": {"speculative": {"adaptive": False}}}, "engine.speculative is of Tandem's own engine"),
+        ({"engine": {"speculative": {"history": "0"}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),
@@ -397,3 +401,19 @@ def test_another_engine_gets_its_arguments() -> None:
     assert parse(engine={"kind": "VLLM", "args": args}, decode={"parallelism": {"tensor": 4}}).spec.engine.args == args
     with pytest.raises(ValidationError, match=r"engine\.args are for the kinds VLLM and SGLang"):
         parse(engine={"args": args})
+
+
+@pytest.mark.parametrize(
+    ("speculative", "message"),
+    [
+        ({"method": "Draft"}, "'Auto', 'Off' or 'Lookup'"),
+        ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "draft"),
+        ({"maxTokens": 0}, "greater than or equal to 1"),
+        ({"maxTokens": 33}, "less than or equal to 32"),
+        ({"history": "-1"}, "quantity"),
+        ({"history": "much"}, "quantity"),
+    ],
+)
+def test_speculation_that_there_is_not_is_refused(speculative: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        parse(engine={"speculative": speculative})

@@ -127,6 +127,14 @@ _LIMITS = (
     _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
     _Limit(".engine.generationSettings", _ARGS, _unset("engine.generationSettings", "'Model'")),
     _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
+    _Limit(
+        ".engine.speculative",
+        _ARGS,
+        " && ".join(
+            f"({_unset(f'engine.speculative.{field}', value)})"
+            for field, value in (("method", "'Off'"), ("maxTokens", "8"), ("adaptive", "true"), ("history", "'64Mi'"))
+        ),
+    ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(
@@ -212,6 +220,7 @@ def foreign_rules() -> list[Any]:
 def find_refusal(spec: InferenceModelSpec) -> str | None:
     """The same rules, for an object that no API server has judged: the first sentence that applies."""
     engine, kv, workers = spec.engine, spec.kv, spec.workers
+    guesses = engine.speculative
     if engine.kind == "Tandem":
         return f"engine.args {_NO_ARGS}" if engine.args else None
     modes = {role.scaling.mode for role in workers}
@@ -228,6 +237,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.tools != "Auto",
         engine.generation_settings != "Model",
         engine.weights != "Auto",
+        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi"),
         kv.memory is not None,
         kv.disk is not None,
         kv.transport != "Auto",

@@ -19,6 +19,7 @@ from tandem_api.launch import (
     GenerationSettings,
     LinkKind,
     Parallelism,
+    SpeculativeMethod,
     TLSVersion,
     ToolForm,
     WeightsForm,
@@ -568,6 +569,19 @@ EngineArgument = Annotated[
 _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
 
 
+class Speculative(Authored):
+    method: SpeculativeMethod = "Off"
+    """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
+    `prediction` of the request, and in earlier answers with the same cache salt. `Auto` is `Lookup` where answers stay
+    the same to the last bit, which the log says at the start; elsewhere it is `Off`."""
+    max_tokens: Annotated[int, Field(ge=1, le=32)] = 8
+    """Guesses of one answer that a step checks at the most."""
+    adaptive: bool = True
+    """Check a guess only where it makes the worker faster by what was measured. Otherwise all guesses are checked."""
+    history: Quantity = "64Mi"
+    """Memory of each worker for earlier answers; `0` keeps none."""
+
+
 class Engine(Authored):
     kind: EngineKind = "Tandem"
     """Which engine the workers run. `VLLM` and `SGLang` run the published images of those projects behind the same
@@ -586,6 +600,9 @@ class Engine(Authored):
     """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit,
     a quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not
     start. `Plain` keeps 16 bits. `Auto` is `Plain`."""
+    speculative: Speculative = Field(default_factory=Speculative)
+    """Several tokens of an answer in a step of the engine: what it may say next is guessed and checked. It changes no
+    answer, only when it comes."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Prompt plus output tokens of one request. Defaults to what the model supports."""
     max_batch_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 2048

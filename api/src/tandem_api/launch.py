@@ -38,6 +38,8 @@ PackedForm = Literal["Fixed", "Archive"]
 """How a downloaded checkpoint is kept: see `spec.model.cache.pack`."""
 WeightsForm = Literal["Auto", "Plain", "Lossless"]
 """How matrices are kept in memory: see `spec.engine.weights`."""
+SpeculativeMethod = Literal["Auto", "Off", "Lookup"]
+"""Who guesses what answers say next: see `spec.engine.speculative.method`."""
 
 
 class FileSharing(Wire):
@@ -132,6 +134,18 @@ class GroupConfig(Wire):
         return self.parallelism.num_ranks // self.num_nodes
 
 
+class SpeculativeConfig(Wire):
+    """Guesses that a step checks beside the newest token of each answer. They change no answer."""
+
+    method: SpeculativeMethod = "Off"
+    max_tokens: int = 8
+    """Guesses of one answer in a step."""
+    adaptive: bool = True
+    """Only guesses are checked that make the worker faster; else all there are."""
+    history_bytes: int = 64 * 1024 * 1024
+    """Memory for earlier answers, which later ones with the same cache salt are guessed from; 0: none are kept."""
+
+
 class TTFTDeadline(Wire):
     """When the first token of a request should be there, counted from its arrival."""
 
@@ -189,6 +203,7 @@ class WorkerConfig(Wire):
     """Prompt plus output tokens of one request; None is what the model supports and the block space holds."""
     kv: KVConfig = Field(default_factory=KVConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
     group: GroupConfig = Field(default_factory=GroupConfig)
     http_port: int = WORKER_HTTP_PORT
     """Inference alone; wants `names.HEADER_TOKEN` where there are keys."""

@@ -98,6 +98,8 @@ class WorkerTelemetry(Wire):
     neither lowers nor ages it. Absent until one such second."""
     decode_step_seconds: Amount | None = None
     """Mean of the last steps that only decoded. Absent while no request runs."""
+    decode_tokens_per_step: Annotated[float, Field(ge=1, le=1000)] | None = None
+    """Tokens of one answer in such a step: more than 1 where guesses are checked. Absent while no request runs."""
     mixed_step_seconds: Amount | None = None
     """Mean of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the
     first one, and while no request runs."""
@@ -175,6 +177,10 @@ class Metric:
     WORKER_TTFT_SECONDS = "tandem_worker_time_to_first_token_seconds"
     WORKER_TPOT_SECONDS = "tandem_worker_time_per_output_token_seconds"
     WORKER_STEP_SECONDS = "tandem_worker_step_seconds"
+    WORKER_TOKENS_PER_STEP = "tandem_worker_tokens_per_step"
+    WORKER_DRAFT_TOKENS_TOTAL = "tandem_worker_draft_tokens_total"
+    WORKER_ACCEPTED_DRAFT_TOKENS_TOTAL = "tandem_worker_accepted_draft_tokens_total"
+    WORKER_GUESS_SECONDS_TOTAL = "tandem_worker_guess_seconds_total"
     WORKER_PREEMPTIONS_TOTAL = "tandem_worker_preemptions_total"
     WORKER_VRAM_USED_BYTES = "tandem_worker_vram_used_bytes"
     WORKER_VRAM_TOTAL_BYTES = "tandem_worker_vram_total_bytes"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, blueprint, cases, foreign_cases
 from tandem_api import names
-from tandem_api.launch import GatewayConfig, WorkerConfig
+from tandem_api.launch import GatewayConfig, SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_operator.objects.errors import InvalidOverlayError
 from tandem_operator.objects.manifests import Manifest, child_key
@@ -289,3 +289,12 @@ def test_overlays_cannot_touch_what_selectors_rest_on() -> None:
 def test_a_gateway_holds_no_more_than_its_memory_has_room_for(limit: str | None, held: int) -> None:
     gateway = {"resources": {"limits": {"memory": limit}}} if limit else {}
     assert gateway_config(blueprint(gateway=gateway)).max_held_bytes == held << 20
+
+
+def test_workers_are_told_how_to_guess() -> None:
+    asked = {"method": "Lookup", "maxTokens": 5, "adaptive": False, "history": "2Mi"}
+    told = worker_config(blueprint(engine={"speculative": asked}), Role.UNIFIED).speculative
+    assert (told.method, told.max_tokens, told.adaptive, told.history_bytes) == ("Lookup", 5, False, 2 << 20)
+    silent = worker_config(blueprint(), Role.UNIFIED)
+    assert silent.speculative == SpeculativeConfig()
+    assert "speculative" not in silent.set_json(), "a release that adds the field restarts nobody"

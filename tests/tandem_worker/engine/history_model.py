@@ -39,6 +39,7 @@ class HistoryModel:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.embedding = None
+        self.inexact = "its rows are exact, but most tests count its steps"
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []
         self.num_tokens = 0
@@ -74,6 +75,7 @@ class HistoryModel:
         assert torch.equal(batch.query_start.long(), torch.cat([torch.zeros(1), lengths.cumsum(0)]).long())
         assert batch.context_lens.tolist() == list(batch.context_lens_host)
         last = batch.query_start[1:].long() - 1
+        assert (batch.logits_rows.diff() > 0).all(), "a model may take as many rows as there are tokens for all of them"
         assert torch.equal(batch.positions[last] + 1, batch.context_lens.long())
         assert int(batch.slot_mapping.min()) >= batch.block_tables.shape[1] > 0 or int(batch.slot_mapping.min()) > 0
         assert batch.slot_mapping.unique().numel() == batch.slot_mapping.numel(), "two tokens write to one slot"

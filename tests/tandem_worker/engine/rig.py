@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
@@ -23,7 +23,13 @@ from tandem_worker.model.contract import CausalLM
 BLOCK_SIZE = 4
 
 
-def build_config(num_blocks: int, bytes_per_block: int, host_blocks: int = 0, **scheduler: int) -> WorkerConfig:
+def build_config(
+    num_blocks: int,
+    bytes_per_block: int,
+    host_blocks: int = 0,
+    speculative: SpeculativeConfig | None = None,
+    **scheduler: int,
+) -> WorkerConfig:
     """`num_blocks` can be given out, block 0 not counted."""
     return WorkerConfig(
         model_name="m",
@@ -37,6 +43,7 @@ def build_config(num_blocks: int, bytes_per_block: int, host_blocks: int = 0, **
             block_size=BLOCK_SIZE,
         ),
         scheduler=SchedulerConfig(**scheduler),
+        speculative=speculative or SpeculativeConfig(),
     )
 
 
@@ -82,6 +89,7 @@ class Collector:
 
 _REQUEST_FIELDS = (
     "n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling", "resumed", "step_seconds",
+    "prediction",
 )  # fmt: skip
 
 
@@ -93,10 +101,11 @@ class Rig:
         *,
         host_blocks: int = 0,
         scheduler: dict[str, int] | None = None,
+        speculative: SpeculativeConfig | None = None,
         **kw: Any,
     ) -> None:
         bytes_per_block = model.kv_cache_spec(BLOCK_SIZE).bytes_per_block
-        config = build_config(num_blocks, bytes_per_block, host_blocks, **(scheduler or {}))
+        config = build_config(num_blocks, bytes_per_block, host_blocks, speculative, **(scheduler or {}))
         self.model = model
         self.out = Collector()
         self.engine: EngineCore = build_engine(model, config, self.out, **kw)

@@ -32,7 +32,8 @@ ENGINE = EngineStats(
     generated_tokens_total=12,
     preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
     prefills_remote_total=16, prefills_fallback_total=17, busy_seconds_total=37.5, prefill_seconds_total=38.5,
-    computed_prompt_tokens_total=39,
+    computed_prompt_tokens_total=39, decode_tokens_per_step=1.5, guess_seconds_total=46.5,
+    draft_tokens_total={"text": 47, "history": 48}, accepted_draft_tokens_total={"text": 49, "history": 50},
 )  # fmt: skip
 GPU = GpuSample(
     vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,
@@ -158,6 +159,13 @@ def test_a_tier_tells_what_it_does_and_why_it_does_not() -> None:
     assert build_telemetry(FACTS, sample()).kv_tiers == []
 
 
+def test_where_nobody_guesses_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "draft_tokens" in text()
+    monkeypatch.setitem(globals(), "ENGINE", replace(ENGINE, guess_seconds_total=None))
+    for name in ("draft_tokens", "guess_seconds", "tokens_per_step"):
+        assert name not in text()
+
+
 def test_telemetry_has_the_same_figures() -> None:
     telemetry = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_per_second=3e9)))
     assert (telemetry.model_name, telemetry.role, telemetry.pod) == ("smollm2", Role.DECODE, "smollm2-decode-0")
@@ -177,6 +185,7 @@ def test_telemetry_tells_what_a_replica_can_do() -> None:
     assert (telemetry.prompt_tokens_total, telemetry.cached_prompt_tokens_total) == (10, 11)
     assert (telemetry.kv_block_size, telemetry.decode_step_seconds) == (16, 0.01)
     assert telemetry.mixed_step_seconds == 0.02
+    assert telemetry.decode_tokens_per_step == 1.5
     assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (12, 1.5)
 
 

@@ -36,6 +36,10 @@ CHAT: dict[str, list[Any]] = {
     "modalities": [["text"]],
     "model": ["m"],
     "parallel_tool_calls": [False],
+    "prediction": [
+        {"type": "content", "content": "x"},
+        {"type": "content", "content": [{"type": "text", "text": "x"}]},
+    ],
     "prompt_cache_key": ["k"],
     "prompt_cache_retention": ["in_memory"],
     "reasoning_effort": ["low"],
@@ -54,7 +58,6 @@ CHAT_REFUSED: dict[str, list[Any]] = {
     "functions": [[{"name": "f"}]],
     "modalities": [["text", "audio"]],
     "moderation": [{"model": "omni"}],
-    "prediction": [{"type": "content", "content": "x"}],
     "prompt_cache_options": [{}],
     "prompt_cache_retention": ["24h"],
     "service_tier": ["flex", "priority"],

@@ -168,8 +168,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "message and stop": message(
         stop_sequences=["abca", "bcab", "cbca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=70
     ),
+    "prediction": chat(
+        prediction={"type": "content", "content": "abcabcbcaab" * 4}, logit_bias=LETTERS, n=2, max_tokens=40, seed=8
+    ),
     "cut prompt": complete(prompt="The sun and the rain", truncate_prompt_tokens=3, add_special_tokens=False),
 }
+
+
+EAGER = {"method": "Lookup", "adaptive": False}
 
 
 @contextmanager
@@ -200,8 +206,8 @@ def serving(**changes: Any) -> Iterator[httpx.AsyncClient]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Where streams begin, and where they go on."""
-    with serving() as first, serving() as second:
+    """Where streams begin, and where they go on: the second one guesses what they say."""
+    with serving() as first, serving(speculative=EAGER) as second:
         yield first, second
 
 
@@ -617,6 +623,33 @@ def test_a_long_journal_leaves_others_their_turn() -> None:
     head = orjson.dumps({"id": "i", "created": 1, "fingerprint": "f", "seed": 1, "digest": "d"})
     steps = read_journal(head + b"\n" + b": t 0 7\n" * 100_000)
     assert len(list(steps)) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_worker_that_guesses_answers_the_same(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str
+) -> None:
+    first, second = pair
+    same(await ask(second, KINDS[kind]), await ask(first, KINDS[kind]), heads=False)
+
+
+async def test_usage_tells_how_much_was_predicted(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    path, body = chat(logit_bias=LETTERS, ignore_eos=True, max_tokens=40, temperature=0)
+    answers = []
+    for client in pair:
+        told = (await client.post(path, json=body | {"stream": False, "stream_options": None})).json()
+        assert told["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+        answers.append(told["choices"][0]["message"]["content"])
+        predicted = {"type": "content", "content": answers[0]}
+        again = await client.post(path, json=body | {"stream": False, "stream_options": None, "prediction": predicted})
+        usage = again.json()["usage"]
+        assert again.json()["choices"][0]["message"]["content"] == answers[0]
+        assert usage["completion_tokens"] == 40, "the prediction is no part of it"
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] > 20
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] <= 40 * 3
+    stats = pair[1].engine.stats()  # type: ignore[attr-defined]
+    assert stats.accepted_draft_tokens_total["prediction"] > 0
 
 
 async def test_a_client_of_its_own_sees_no_marks(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:

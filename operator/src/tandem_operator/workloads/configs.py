@@ -27,6 +27,7 @@ from tandem_api.launch import (
     ModelSource,
     PackedForm,
     SchedulerConfig,
+    SpeculativeConfig,
     StoreLimits,
     TracingConfig,
     TTFTDeadline,
@@ -62,6 +63,12 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         device=spec.engine.device,
         dtype=spec.engine.dtype,
         weights=spec.engine.weights,
+        speculative=SpeculativeConfig(
+            method=spec.engine.speculative.method,
+            max_tokens=spec.engine.speculative.max_tokens,
+            adaptive=spec.engine.speculative.adaptive,
+            history_bytes=int(parse_quantity(spec.engine.speculative.history)),
+        ),
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify, disk=_kv_disk(spec.kv.disk)),
         scheduler=SchedulerConfig(

@@ -100,6 +100,11 @@ def decoding(*steps: float, **more: Any) -> RoleState:
     return seen.roles[D]
 
 
+def test_a_step_that_makes_several_tokens_of_an_answer_is_so_many_token_times() -> None:
+    assert decoding(0.03, decode_tokens_per_step=1.5).step_seconds == pytest.approx(0.02)
+    assert decoding(0.03).step_seconds == pytest.approx(0.03)
+
+
 @pytest.mark.parametrize("told", [2.0, 1e8, 2e-4, 1e-6])
 def test_what_most_workers_agree_on_counts_and_who_differs_is_named(told: float) -> None:
     found = decoding(0.019, told, 0.021, 0.02)

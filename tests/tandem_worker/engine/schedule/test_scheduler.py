@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class Driver:
         ahead: bool = False,
         num_host_blocks: int = 0,
         ttft_target: TTFTDeadline | None = None,
+        guesses: random.Random | None = None,
         **limits: Any,
     ) -> None:
         self.ahead = ahead
@@ -50,6 +52,9 @@ class Driver:
             self.limits, self.blocks, clock=lambda: self.now, host=self.host, wall=lambda: self.now
         )
         self.scheduler.ttft_target = ttft_target
+        self.guesses = guesses
+        if guesses is not None:
+            self.scheduler.guess = self.guess
         self.unbegun: set[Sequence] = set()
         """RECEIVING, and the prefill worker has not begun."""
         self.scheduler.has_begun = lambda sequence: sequence not in self.unbegun
@@ -73,6 +78,19 @@ class Driver:
         for choice in request.choices:
             choice.lockstep = lockstep
         return request
+
+    def guess(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
+        """Some tokens for some decodes, of which most are right."""
+        assert self.guesses is not None
+        chosen: dict[Sequence, tuple[int, ...]] = {}
+        for sequence in plan.decodes:
+            count = min(budget, sequence.most_guesses, self.guesses.randrange(6))
+            if count > 0:
+                end = sequence.num_tokens
+                tokens = [token_at(sequence, position) for position in range(end, end + count)]
+                chosen[sequence] = tuple(-1 if self.guesses.random() < 0.2 else token for token in tokens)
+                budget -= count
+        return chosen
 
     def step(self) -> StepPlan:
         self.now += 1
@@ -98,6 +116,11 @@ class Driver:
         for sequence in producing:
             if sequence.state is not SequenceState.FINISHED:
                 self.accept(sequence)
+                for guess in plan.guesses.get(sequence, ()):
+                    if sequence.state is SequenceState.FINISHED or sequence.output[-1] != guess:
+                        break
+                    self.scheduler.confirm(sequence)
+                    self.accept(sequence)
 
     def accept(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -143,9 +166,9 @@ class Driver:
         sources = [dict(self.contents[source]) for source, _ in plan.copies]
         for (_, target), content in zip(plan.copies, sources, strict=True):
             self.contents[target] = content
-        spans = [(s, s.num_planned - 1, s.num_planned) for s in plan.decodes]
-        for sequence, start, end in spans + [(chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks]:
-            digests = digests_of(sequence, end)
+        for sequence, start, end in spans_of(plan):
+            guesses = plan.guesses.get(sequence, ())
+            digests = digests_of(sequence, end - len(guesses), guesses)
             for position in range(start):
                 block = self.contents[sequence.block_ids[position // BLOCK_SIZE]]
                 assert block[position % BLOCK_SIZE] == digests[position], "another token's KV is read"
@@ -174,9 +197,8 @@ class Driver:
             assert chunk.start % BLOCK_SIZE == 0
             assert chunk.final or chunk.end % BLOCK_SIZE == 0
         written: set[int] = set()
-        for sequence, start, end in [(s, s.num_planned - 1, s.num_planned) for s in plan.decodes] + [
-            (chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks
-        ]:
+        assert plan.lockstep or not plan.guesses
+        for sequence, start, end in spans_of(plan):
             assert end <= sequence.last_input or sequence.request.serves_peer or end == sequence.num_prompt, (
                 "nobody asked"
             )
@@ -211,16 +233,22 @@ class Driver:
         assert scheduler.queued_prefill_tokens == queued, "what a prefill worker computes is in its queue alone"
 
 
+def spans_of(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
+    """Which tokens of each sequence are computed: from, and to before."""
+    decodes = [(s, s.num_planned - 1 - len(plan.guesses.get(s, ())), s.num_planned) for s in plan.decodes]
+    return decodes + [(chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks]
+
+
 def token_at(sequence: Sequence, position: int) -> int:
     if position < sequence.num_prompt:
         return sequence.prompt[position]
     return (7 * position + sequence.choice) % 5
 
 
-def digests_of(sequence: Sequence, end: int) -> list[int]:
+def digests_of(sequence: Sequence, end: int, guesses: tuple[int, ...] = ()) -> list[int]:
     digest, digests = 0, []
-    for position in range(end):
-        digest = hash((digest, token_at(sequence, position)))
+    for token in (*(token_at(sequence, position) for position in range(end)), *guesses):
+        digest = hash((digest, token))
         digests.append(digest)
     return digests
 
@@ -517,6 +545,7 @@ class Life(RuleBasedStateMachine):
     AHEAD = False
     HOST_BLOCKS = 0
     TARGET: TTFTDeadline | None = None
+    GUESSES = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,6 +555,7 @@ class Life(RuleBasedStateMachine):
             ahead=self.AHEAD,
             num_host_blocks=self.HOST_BLOCKS,
             ttft_target=self.TARGET,
+            guesses=random.Random(5) if self.GUESSES else None,
         )
         self.driver.scheduler.prefill_rate = lambda: 4.0
         self.driver.scheduler.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
@@ -626,7 +656,23 @@ class LifeWithTarget(LifeAhead):
     TARGET = TTFTDeadline(seconds=2.0, seconds_per_token=0.5)
 
 
+class LifeWithGuesses(LifeWithHost):
+    """Preempted sequences may go to the host, and steps check guesses."""
+
+    GUESSES = True
+
+
+class LifeWithGuessesAhead(LifeWithGuesses):
+    """The same, where steps without guesses are known one step late."""
+
+    AHEAD = True
+
+
 TestLife, TestLifeWithHost, TestLifeAhead = Life.TestCase, LifeWithHost.TestCase, LifeAhead.TestCase
+TestLifeWithGuesses, TestLifeWithGuessesAhead = LifeWithGuesses.TestCase, LifeWithGuessesAhead.TestCase
+TestLifeWithGuesses.settings = TestLifeWithGuessesAhead.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 TestLifeWithTarget = LifeWithTarget.TestCase
 TestLifeWithTarget.settings = TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None

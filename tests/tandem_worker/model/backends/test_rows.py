@@ -6,6 +6,7 @@ the sweeps over every length are `full`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.native.layers import MAX_ROWS
 from tandem_worker.model.backends.select import find_backend
+from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.routers import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter
 from tandem_worker.model.load import load_model
 from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
@@ -62,23 +65,27 @@ class Rows:
         self.whole = self._sequences()
         self.reference = self.feed(self.whole, self.whole.add(), TOKENS)
 
-    def feed(self, run: Any, sequence: int, tokens: list[int], beside: Iterable[int] = ()) -> torch.Tensor:
-        """Logits of every one of `tokens` `[len(tokens), vocab]`, which come after the sequence's; others get one."""
+    def feed(
+        self, run: Any, sequence: int, tokens: list[int], beside: Iterable[int] = (), width: int = 1
+    ) -> torch.Tensor:
+        """Logits of every one of `tokens` `[len(tokens), vocab]`, which come after the sequence's; others `width`."""
         first = len(run.tokens[sequence])
-        batch = run.batch({**{other: [7] for other in beside}, sequence: tokens})
+        batch = run.batch({**{other: [7] * width for other in beside}, sequence: tokens})
         batch = replace(batch, logits_rows=torch.arange(len(batch.token_ids))[-len(tokens) :])
         with torch.inference_mode():
             logits = self.model.forward(batch, run.cache)
         assert len(run.tokens[sequence]) == first + len(tokens)
         return logits
 
-    def differing(self, run: Any, sequence: int, pieces: Iterable[int], beside: Iterable[int] = ()) -> list[int]:
+    def differing(
+        self, run: Any, sequence: int, pieces: Iterable[int], beside: Iterable[int] = (), width: int = 1
+    ) -> list[int]:
         """Lengths at which a sequence that goes on in `pieces` tokens has other bits than the reference."""
         found = []
         for piece in pieces:
             first = len(run.tokens[sequence])
             tokens = TOKENS[first : first + piece]
-            logits = self.feed(run, sequence, tokens, beside)
+            logits = self.feed(run, sequence, tokens, beside, width)
             same = (logits == self.reference[first : first + piece]).all(1)
             found += [first + int(row) + 1 for row in (~same).nonzero()[:, 0]]
         return found
@@ -123,6 +130,34 @@ def test_rows_have_the_same_bits_however_they_come(rows: Rows) -> None:
             gap = [length - 1 - start] if length - 1 > start else []
             assert rows.differing(rows.whole, sequence, [*gap, 1], company) == [], f"{length} beside {company}"
             rows.forget(sequence, start)
+
+
+def check_rows_that_are_checked(rows: Rows, lengths: Iterable[int], families: str) -> None:
+    """A newest token with guesses behind it, alone and beside others that have as many."""
+    run = rows.whole
+    for number, length in enumerate(lengths):
+        width = 2 + number % 8
+        start = (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for beside in ((), rows.company(run)):
+            sequence = rows.resume(start)
+            gap = [length - 1 - start] if length - 1 > start else []
+            pieces = [*gap, min(width, LENGTH - length + 1)]
+            assert rows.differing(run, sequence, pieces, beside, width) == [], f"{families} {length} {width} {beside}"
+            rows.forget(sequence, start)
+            for other in beside:
+                run._free += run.blocks[other]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_that_are_checked_have_the_bits_of_decoded_ones(rows: Rows, family: str) -> None:
+    check_rows_that_are_checked(rows, EDGES, family)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_that_are_checked_at_every_length(rows: Rows, family: str) -> None:
+    check_rows_that_are_checked(rows, range(1, LENGTH, 3), family)
 
 
 @pytest.mark.timeout(900)
@@ -176,3 +211,19 @@ def test_a_row_goes_to_the_same_experts_with_the_same_weights(kind: str, hidden:
             assert torch.equal(some.weights, together.weights[first : first + count])
     expected = router(x, None)
     assert (together.experts == expected.experts).float().mean() > 0.9
+
+
+def test_models_say_whether_their_rows_are_exact(save_random_model: Any, tmp_path: Path) -> None:
+    save_random_model(CONFIGS["llama"]())
+    for backend, dtype, exact in (
+        (BackendName.NATIVE, torch.bfloat16, sys.maxsize == MAX_ROWS),
+        (BackendName.TORCH, torch.float32, False),
+    ):
+        model = load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, backend=backend)
+        assert (model.inexact is None) is exact
+    heads = KVLayerSpec(block_shape=(2, 2, 16, 16), head_dim_index=1)
+    for layer in (
+        KVLayerSpec(block_shape=(16, 96), head_dim_index=None),
+        KVLayerSpec(block_shape=(2, 2, 16, 24), head_dim_index=1),
+    ):
+        assert find_backend(BackendName.NATIVE).find_inexact([heads, layer]), "torch computes such a layer"

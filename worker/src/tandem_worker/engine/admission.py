@@ -24,6 +24,8 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
             param="max_tokens",
         )
     _check_resumed(request, vocab_size)
+    if request.prediction and (min(request.prediction) < 0 or max(request.prediction) >= vocab_size):
+        raise RequestError(f"the prediction has token ids outside 0 to {vocab_size - 1}", param="prediction")
     for token_id in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise RequestError(

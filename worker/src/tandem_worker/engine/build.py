@@ -22,6 +22,7 @@ from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
+from tandem_worker.engine.speculation import build_speculator
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM, allocate_kv_cache
@@ -85,6 +86,9 @@ def build_engine(
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
         executor.record_graphs(num_now=1)
+    speculator = build_speculator(
+        config.speculative, model, runs_ahead=runs_ahead, grouped=ranks is not None, max_rows=max_rows
+    )
     engine = EngineCore(
         schedulers=schedulers,
         executor=executor,
@@ -94,6 +98,7 @@ def build_engine(
         model_digest=model_digest,
         max_queued_requests=config.scheduler.max_queued_requests,
         runs_ahead=runs_ahead,
+        speculator=speculator,
         vitals=vitals,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
@@ -42,6 +42,12 @@ class EngineStats:
     prefills_local_total: int
     prefills_remote_total: int
     prefills_fallback_total: int
+    decode_tokens_per_step: float = 1.0
+    draft_tokens_total: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By source; empty where nobody guesses."""
+    accepted_draft_tokens_total: Mapping[str, int] = field(default_factory=dict[str, int])
+    guess_seconds_total: float | None = None
+    """None where nobody guesses."""
 
     @property
     def preemptions_total(self) -> int:

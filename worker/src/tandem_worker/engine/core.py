@@ -29,6 +29,7 @@ from tandem_worker.engine.contract import (
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.execute.lanes import LaneRunner
+from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -66,10 +67,11 @@ class EngineCore:
         max_queued_requests: int,
         target_step_seconds: float | None,
         runs_ahead: bool = False,
+        speculator: Speculator | None = None,
         vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor. `clock` is theirs."""
+        """One scheduler, or one for each lane of a group's executor, which has no `speculator`. `clock` is theirs."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
@@ -86,6 +88,7 @@ class EngineCore:
                 is_abandoned=self._is_abandoned if executor.can_abandon else lambda plan: False,
                 runs_ahead=runs_ahead,
                 hand_over=self._flush,
+                speculator=speculator,
             )
             for scheduler in schedulers
         ]
@@ -178,6 +181,7 @@ class EngineCore:
         inside.prompt_logprobs = request.prompt_logprobs
         inside.pooling = request.pooling
         inside.step_seconds = request.step_seconds
+        inside.prediction = request.prediction
         _follow(inside, request.trace)
         if request.resumed is not None:
             inside.resumed = request.resumed

@@ -76,6 +76,12 @@ class MaskCredit:
             self._credit += _price(seconds)
 
 
+def is_quick(state: SamplingState) -> bool:
+    """Whether the choice may get several tokens in a step. A slow grammar may not: its masks cost credit, which comes
+    back with the time between steps, so more of them in a step would end requests that have the time for one each."""
+    return state.grammar is None or (state.grammar_pace is not None and state.grammar_pace <= QUICK_SECONDS)
+
+
 def _too_slow(why: str) -> RequestError:
     return RequestError(
         f"The grammars of all requests here take too long together, and {why}.", code="grammars_too_slow", status=429

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.sample.state import SamplingState
@@ -80,4 +81,28 @@ def build_final_delta(
         num_cached_tokens=request.num_cached_tokens,
         prefill_worker=request.prefill_worker,
         error=error,
+    )
+
+
+def join_deltas(deltas: Items[TokenDelta]) -> list[TokenDelta]:
+    """One delta for each choice that went on by several tokens in a step; an error stays a delta of its own."""
+    joined: dict[tuple[str, int], TokenDelta] = {}
+    others: list[TokenDelta] = []
+    for delta in deltas:
+        key = (delta.request_id, delta.choice)
+        before = joined.get(key)
+        if delta.finish_reason is FinishReason.ERROR:
+            others.append(delta)
+        else:
+            joined[key] = delta if before is None else _join(before, delta)
+    return [*joined.values(), *others]
+
+
+def _join(before: TokenDelta, after: TokenDelta) -> TokenDelta:
+    logprobs = (*(before.logprobs or ()), *(after.logprobs or ()))
+    return replace(
+        after,
+        token_ids=before.token_ids + after.token_ids,
+        logprobs=logprobs if before.logprobs is not None or after.logprobs is not None else None,
+        prompt_logprobs=before.prompt_logprobs,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,8 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.execute.batch import LogitsLayout
 from tandem_worker.engine.execute.executor import ModelExecutor, is_fatal
 from tandem_worker.engine.execute.step import PendingStep, StepAbandonedError
-from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
+from tandem_worker.engine.guess.speculator import Speculator
+from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome, join_deltas
 from tandem_worker.engine.sample.contract import NO_TOKEN
 from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.pooling import Pool
@@ -63,8 +65,10 @@ class StepRunner:
         is_abandoned: Callable[[StepPlan], bool] = lambda plan: False,
         runs_ahead: bool = False,
         hand_over: Callable[[], None] = lambda: None,
+        speculator: Speculator | None = None,
     ) -> None:
         """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
+        `speculator` puts guesses into steps; None: every step is one token of each choice.
 
         `hand_over` delivers `deltas`. Called where they would wait until another step is computed.
         """
@@ -92,6 +96,11 @@ class StepRunner:
         scheduler.has_begun = self._has_begun
         scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
         scheduler.tokens_within = self.meter.plan_chunk_tokens
+        self.speculator = speculator
+        if speculator is not None:
+            scheduler.guess = speculator.plan
+        self._right: Counter[Sequence] = Counter()
+        """How many guesses of the step that is being finished saved one, by choice."""
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}
@@ -241,6 +250,8 @@ class StepRunner:
             self.scheduler.loads.cancel(sequence)
         self.scheduler.finish(sequence)
         sequence.sampler_state = None
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         if request.num_open == 0:
             if request.trace is not None:
                 request.trace.note_end(sum(len(choice.output) - choice.num_resumed for choice in request.choices))
@@ -273,7 +284,7 @@ class StepRunner:
             began=step.began,
             ended=time.perf_counter(),
             num_prefill_tokens=0 if step.error is not None else step.plan.num_prefill_tokens,
-            num_decodes=len(step.plan.decodes),
+            num_decodes=step.plan.num_decode_tokens,
         )
 
     def begin_step(self) -> PendingStep | None:
@@ -331,11 +342,17 @@ class StepRunner:
             self._accept_chosen(output.layout.sequences, tokens)
         self.totals.steps += 1
         now = time.perf_counter()
+        seconds = now - max(step.began, self._last_finish)
         self.meter.record(
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decodes=len(plan.decodes),
-            seconds=now - max(step.began, self._last_finish),
+            num_guesses=plan.num_guesses,
+            num_saved=self._right.total(),
+            seconds=seconds,
         )
+        if self.speculator is not None:
+            self.speculator.record(plan, self._right, seconds)
+            self._right.clear()
         self._last_finish = now
 
     def _plan(self) -> StepPlan:
@@ -442,8 +459,31 @@ class StepRunner:
                 self._pools.setdefault(chunk.sequence.request.id, Pool()).add(chunk.start, rows)
             else:
                 self._score_chunk(chunk.sequence, chunk.start, rows)
+        first = len(self.deltas)
         if layout.sequences:
             self._accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
+        self._check_guesses(layout, logits)
+        if self._right:
+            self.deltas[first:] = join_deltas(self.deltas[first:])
+
+    def _check_guesses(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
+        """Go on with the choices whose next token was guessed, wave by wave: for each it is as one step more.
+
+        So whatever the choice of a token depends on (penalties, a grammar, the end) is as it would be without guesses.
+        """
+        right = set(layout.sequences)
+        """Choices whose guesses have all been right so far."""
+        for wave in layout.waves:
+            rows: dict[Sequence, int] = {}
+            for sequence, (guess, row) in wave.guesses.items():
+                if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
+                    self.scheduler.confirm(sequence)
+                    rows[sequence] = row
+            if not rows:
+                return
+            right = set(rows)
+            self._right.update(right)
+            self._accept_logits(list(rows), logits[list(rows.values())])
 
     def _score_chunk(self, sequence: Sequence, start: int, logits: torch.Tensor) -> None:
         request = sequence.request

@@ -7,6 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from tandem_worker.engine.contract import EngineStats
+from tandem_worker.engine.guess.contract import Source
+from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.meter import WorkMeter
 
@@ -18,10 +20,11 @@ _LARGEST = frozenset(
 _SHARED = frozenset(
     {
         "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",
-        "computed_prompt_tokens_total",
+        "computed_prompt_tokens_total", "decode_tokens_per_step", "draft_tokens_total",
+        "accepted_draft_tokens_total", "guess_seconds_total",
     }
 )  # fmt: skip
-"""Every lane has the same figure."""
+"""Every lane has the same figure. There are no guesses where there are several."""
 
 
 def build_stats(lanes: Sequence[StepRunner], work: WorkMeter, *, num_pending: int) -> EngineStats:
@@ -62,7 +65,19 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         prefills_local_total=totals.prefills_local,
         prefills_remote_total=totals.prefills_remote,
         prefills_fallback_total=totals.prefills_fallback,
+        decode_tokens_per_step=meter.decode_tokens_per_step,
+        **_describe_guesses(lane.speculator),
     )
+
+
+def _describe_guesses(speculator: Speculator | None) -> dict[str, Any]:
+    if speculator is None:
+        return {}
+    return {
+        "draft_tokens_total": {source.value: speculator.drafted[source] for source in Source},
+        "accepted_draft_tokens_total": {source.value: speculator.accepted[source] for source in Source},
+        "guess_seconds_total": speculator.seconds,
+    }
 
 
 def _join(one: EngineStats, other: EngineStats) -> EngineStats:

@@ -69,7 +69,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [B, max_blocks] int32, blocks of each sequence in order, padded with 0
     query_start: torch.Tensor  # [B + 1] int32, first token of each sequence in T
     context_lens: torch.Tensor  # [B] int32, tokens of each sequence including the new ones
-    logits_rows: torch.Tensor  # [N] int64, rows of T whose logits are wanted
+    logits_rows: torch.Tensor  # [N] int64, rows of T whose logits are wanted, ascending
     query_lens_host: tuple[int, ...]  # B new tokens per sequence
     context_lens_host: tuple[int, ...]  # B
     has_padding: bool = False
@@ -92,6 +92,8 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     embedding: EmbeddingSpec | None
     """None: the model generates."""
+    inexact: str | None
+    """Why a row's logits may have other bits in other company, as a part of a sentence; None: they never have."""
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What this rank stores per block of `block_size` tokens, layer by layer."""

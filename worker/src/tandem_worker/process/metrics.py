@@ -93,6 +93,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         prompt_tokens_total=engine.prompt_tokens_total,
         cached_prompt_tokens_total=engine.cached_tokens_total,
         decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
+        decode_tokens_per_step=engine.decode_tokens_per_step if engine.running_requests else None,
         mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
         keeps_step_seconds=True,
         start_seconds=None if sample.start is None else sample.start.seconds,
@@ -261,6 +262,26 @@ def _add_engine(out: Families, engine: EngineStats) -> None:
         ],
     )
     out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
+    _add_guesses(out, engine)
+
+
+def _add_guesses(out: Families, engine: EngineStats) -> None:
+    """Nothing where nobody guesses."""
+    if engine.guess_seconds_total is None:
+        return
+    out.gauge(
+        Metric.WORKER_TOKENS_PER_STEP, "Smoothed tokens of one answer in a decode step.", engine.decode_tokens_per_step
+    )
+    out.counter(Metric.WORKER_GUESS_SECONDS_TOTAL, "Time of computing that guessing took.", engine.guess_seconds_total)
+    for name, text, counts in (
+        (Metric.WORKER_DRAFT_TOKENS_TOTAL, "Guesses that were checked.", engine.draft_tokens_total),
+        (
+            Metric.WORKER_ACCEPTED_DRAFT_TOKENS_TOTAL,
+            "Of those, the ones that were right and saved a step.",
+            engine.accepted_draft_tokens_total,
+        ),
+    ):
+        out.counters(name, text, [({"source": source}, count) for source, count in counts.items()])
 
 
 def _add_transfer(out: Families, transfer: TransferStats | None) -> None:

@@ -110,6 +110,9 @@ class AnswerProgress:
         The answers to the prompts at `opening` begin with what is sent next: their tokens come after it.
         """
         unsent = [choice for position in opening for choice in self.choices_of(position)]
+        accepted = sum(choice.accepted_prediction_tokens for choice in self.plan.choices) - sum(
+            choice.accepted_prediction_tokens for choice in unsent
+        )
         return Usage(
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self.plan.requests),
             cached_tokens=sum(self.cached_tokens.values()),
@@ -117,6 +120,8 @@ class AnswerProgress:
             - sum(choice.completion_tokens for choice in unsent),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.plan.choices)
             - sum(choice.reasoning_tokens for choice in unsent),
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=sum(choice.num_predicted for choice in self.plan.choices) - accepted,
         )
 
 

@@ -3,7 +3,7 @@
     {"id": …, "created": …, "fingerprint": …, "seed": …, "digest": …}    the head: a header of the response
     : b POSITION CACHED            the answers to this prompt began; so many of its tokens had been cached
     : t CHOICE IDS [WAITING]       the choice has these tokens more; logprobs that are withheld now
-    : f CHOICE TOKENS REASONING    it has ended, and had so many
+    : f CHOICE TOKENS REASONING [PREDICTED]    it has ended, and had so many, of which so many were predicted
     : u PROMPT CACHED TOKENS       the answer has ended, with this usage
     :                              nothing
 
@@ -88,8 +88,8 @@ class ChoiceRecord:
     waiting: tuple[Withheld, ...] = ()
     told: list[ToldLine] = field(default_factory=list[ToldLine])
     """What its client was told, where the encoder has a state."""
-    ended: tuple[int, int] | None = None
-    """Tokens, and those of them that were reasoning."""
+    ended: tuple[int, int, int] | None = None
+    """Tokens, and those of them that were reasoning, or predicted by the client."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,7 +147,10 @@ class Journal:
         if self._encoder.has_state:
             return b"" if update.finish is not None else self._tell_events(choice, ids, events)
         if update.finish is not None:
-            return b": f %d %d %d\n" % (choice.index, choice.completion_tokens, choice.reasoning_tokens)
+            told = (choice.index, choice.completion_tokens, choice.reasoning_tokens)
+            if choice.num_predicted:
+                return b": f %d %d %d %d\n" % (*told, choice.accepted_prediction_tokens)
+            return b": f %d %d %d\n" % told
         if self._untold:
             ids = [*self._untold.pop(choice.index, ()), *ids]
         if len(ids) == 1 and not choice.waiting:
@@ -257,8 +260,9 @@ def _read_line(resume: Resume, line: bytes) -> None:
         case [b"t", index, ids, *rest]:
             record = _read_ids(resume, index, ids)
             record.waiting = tuple(map(_read_withheld, orjson.loads(rest[0]))) if rest else ()
-        case [b"f", index, tokens, reasoning]:
-            resume.choices.setdefault(int(index), ChoiceRecord()).ended = int(tokens), int(reasoning)
+        case [b"f", index, tokens, reasoning, *predicted] if len(predicted) <= 1:
+            ended = int(tokens), int(reasoning), int(predicted[0]) if predicted else 0
+            resume.choices.setdefault(int(index), ChoiceRecord()).ended = ended
         case _:
             raise ValueError(f"a line of it is unknown: {line[:40]!r}")
 

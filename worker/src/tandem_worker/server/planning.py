@@ -20,6 +20,7 @@ from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCom
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable
+from tandem_worker.server.text.prediction import Prediction
 from tandem_worker.server.text.shaping import shape_answer, shape_completion
 from tandem_worker.server.text.words import resolve_bias
 
@@ -52,6 +53,7 @@ async def plan_chat(
         eos_token_ids=model.eos_token_ids,
         grammar=shape.grammar,
     )
+    prediction = Prediction(prepared.prediction) if len(prepared.prediction) else None
     head = _head(
         prefix, request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
@@ -62,14 +64,16 @@ async def plan_chat(
             **_ends(options),
             parser=shape.new_parser(),
             answer_id=head.id,
+            prediction=None if prediction is None else prediction.begin(),
         )
         for index in range(options.n)
     ]
     _check_repeats(options, [prepared.tokens])
     encoder = new_encoder(head, model.table)
     engine_request = _engine_request(
-        head.id, prepared.tokens, sampling, options, endpoints, prompt_logprobs=options.prompt_logprobs
-    )
+        head.id, prepared.tokens, sampling, options, endpoints, prepared.prediction,
+        prompt_logprobs=options.prompt_logprobs,
+    )  # fmt: skip
     return Plan(
         requests=[engine_request],
         choices=choices,
@@ -94,6 +98,7 @@ async def plan_completion(
     score_only = request.max_tokens == 0
     _check_repeats(options, prepared.tokens, echoed=(1 + (request.num_logprobs or 0)) if request.echo else 0)
     _check_ids(options, prepared.tokens)
+    prediction = Prediction(prepared.prediction) if len(prepared.prediction) else None
     head = _head(
         "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
@@ -111,13 +116,22 @@ async def plan_completion(
         asked = (request.num_logprobs if request.echo else None, options.prompt_logprobs)
         wanted = max((each for each in asked if each is not None), default=None)
         requests.append(
-            _engine_request(f"{head.id}-{position}", tokens, sampling, options, endpoints, prompt_logprobs=wanted)
+            _engine_request(
+                f"{head.id}-{position}",
+                tokens,
+                sampling,
+                options,
+                endpoints,
+                prepared.prediction,
+                prompt_logprobs=wanted,
+            )
         )
         choices += [
             Choice(
                 position * options.n + index,
                 model.table.new(visible=visible, continues=True),
                 **_ends(options),
+                prediction=None if prediction is None else prediction.begin(),
             )
             for index in range(options.n)
         ]
@@ -240,6 +254,7 @@ def _engine_request(
     sampling: SamplingParams,
     options: CommonOptions,
     endpoints: tuple[str, ...],
+    prediction: Tokens,
     *,
     prompt_logprobs: int | None = None,
 ) -> GenerationRequest:
@@ -252,4 +267,5 @@ def _engine_request(
         cache_salt=options.cache_salt,
         prefill_endpoints=endpoints,
         prompt_logprobs=prompt_logprobs,
+        prediction=tuple(prediction),
     )

@@ -211,7 +211,7 @@ def take_snapshot(
 def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleState:
     decoding = [sample for sample in samples if sample.running_requests]
     velocity = agree({sample.pod: sample.prefill_tokens_per_second for sample in samples})
-    step = agree({sample.pod: sample.decode_step_seconds for sample in decoding})
+    step = agree({sample.pod: _token_seconds(sample) for sample in decoding})
     mixed = agree({sample.pod: sample.mixed_step_seconds for sample in decoding})
     return RoleState(
         replicas=count.replicas,
@@ -230,6 +230,12 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         gpus=read_gpus(samples),
         odd=tuple(sorted(velocity.odd | step.odd | mixed.odd)),
     )
+
+
+def _token_seconds(sample: WorkerTelemetry) -> float | None:
+    """Seconds between two tokens of an answer: of a step, by the tokens that it makes of each."""
+    step = sample.decode_step_seconds
+    return None if step is None else step / (sample.decode_tokens_per_step or 1.0)
 
 
 def _with_waiting(state: RoleState, traffic: Sequence[Traffic]) -> RoleState:

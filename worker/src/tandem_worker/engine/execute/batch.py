@@ -9,6 +9,7 @@ the entries that are new. A step in which all running sequences decode uses the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,9 +31,16 @@ class StepInput:
     rows: np.ndarray  # [B] int64, each sequence's row of the block table
     query_lens: np.ndarray  # [B] int64
     context_lens: np.ndarray  # [B] int64, new tokens included
-    logits_rows: np.ndarray  # [N] int64, rows of T
+    logits_rows: np.ndarray  # [N] int64, rows of T, ascending
     table_runs: np.ndarray  # [R, 3] int64: row, first column and end of what changed in the block table
     table_values: np.ndarray  # block ids of these runs, one run after another
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """The n-th guesses of a step, by sequence: the token, and the row of its logits."""
+
+    guesses: dict[Sequence, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class LogitsLayout:
     """Logits row of each of `sequences`; None: row i belongs to sequence i."""
     scored: list[tuple[Chunk, int]]
     """Chunks all of whose positions have logits, and the row of the first."""
+    waves: list[Wave]
+    """The first guesses of all sequences that have any, then the second ones, and so on."""
 
 
 class BlockTable:
@@ -117,18 +127,21 @@ class BatchBuilder:
         chunks = plan.chunks
         sequences = decodes + [chunk.sequence for chunk in chunks]
         runs = self.table.sync(sequences)
-        positions = [sequence.num_planned - 1 for sequence in decodes]
-        tokens = [np.array(_newest_tokens(decodes, positions), dtype=np.int64)]
+        ends, guesses = [sequence.num_planned for sequence in decodes], plan.guesses
+        widths = [1 + len(guesses.get(sequence, ())) for sequence in decodes] if guesses else [1] * len(decodes)
+        newest = _newest_tokens(decodes, [end - width for end, width in zip(ends, widths, strict=True)])
+        if guesses:
+            pairs = zip(decodes, newest, strict=True)
+            newest = [token for each, first in pairs for token in (first, *guesses.get(each, ()))]
+        tokens = [np.array(newest, dtype=np.int64)]
         tokens += [np.asarray(chunk.sequence.slice_tokens(chunk.start, chunk.end), dtype=np.int64) for chunk in chunks]
-        layout, logits_rows = self._layout(decodes, chunks)
+        layout, logits_rows = self._layout(decodes, widths, chunks, guesses)
         step = StepInput(
             copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
             token_ids=np.concatenate(tokens) if chunks else tokens[0],
             rows=np.array([sequence.row for sequence in sequences], dtype=np.int64),
-            query_lens=np.array([1] * len(decodes) + [chunk.length for chunk in chunks], dtype=np.int64),
-            context_lens=np.array(
-                [position + 1 for position in positions] + [chunk.end for chunk in chunks], dtype=np.int64
-            ),
+            query_lens=np.array(widths + [chunk.length for chunk in chunks], dtype=np.int64),
+            context_lens=np.array(ends + [chunk.end for chunk in chunks], dtype=np.int64),
             logits_rows=np.array(logits_rows, dtype=np.int64),
             table_runs=np.array(runs, dtype=np.int64).reshape(-1, 3),
             table_values=self.table.read(runs),
@@ -196,13 +209,15 @@ class BatchBuilder:
             token_ids[index[0]] = chosen[index[1]]
 
     @staticmethod
-    def _layout(decodes: list[Sequence], chunks: list[Chunk]) -> tuple[LogitsLayout, list[int]]:
+    def _layout(
+        decodes: list[Sequence], widths: list[int], chunks: list[Chunk], guesses: dict[Sequence, tuple[int, ...]]
+    ) -> tuple[LogitsLayout, list[int]]:
         """Who gets which logits, and the rows of T they come from."""
         sequences = list(decodes)
-        rows = list(range(len(decodes)))
-        logits_rows = list(rows)
+        *rows, first = itertools.accumulate(widths, initial=0)
+        waves = _find_waves(decodes, rows, guesses)
+        logits_rows = list(range(first))
         scored: list[tuple[Chunk, int]] = []
-        first = len(decodes)
         for chunk in chunks:
             if chunk.sequence.request.reads_every_position and not chunk.sequence.output:
                 scored.append((chunk, len(logits_rows)))
@@ -214,7 +229,7 @@ class BatchBuilder:
                 rows.append(len(logits_rows) - 1)
             first += chunk.length
         identity = rows == list(range(len(logits_rows)))
-        return LogitsLayout(sequences, None if identity else rows, scored), logits_rows
+        return LogitsLayout(sequences, None if identity else rows, scored, waves), logits_rows
 
 
 def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
@@ -223,6 +238,17 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
+
+
+def _find_waves(decodes: list[Sequence], rows: list[int], guesses: dict[Sequence, tuple[int, ...]]) -> list[Wave]:
+    """`rows` has those of the newest tokens, whose guesses follow them."""
+    waves: list[Wave] = []
+    for sequence, row in zip(decodes, rows, strict=True):
+        for depth, token in enumerate(guesses.get(sequence, ()), start=1):
+            if depth > len(waves):
+                waves.append(Wave({}))
+            waves[depth - 1].guesses[sequence] = token, row + depth
+    return waves
 
 
 def _row_of(sequence: Sequence) -> int:

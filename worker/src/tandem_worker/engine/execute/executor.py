@@ -177,6 +177,7 @@ class ModelExecutor:
         The next `run` may decode them before they are on the host.
         """
         logits, layout = output
+        assert not layout.waves, "guesses are checked when tokens are known, by the host"
         if layout.rows is not None:
             logits = logits[upload(np.array(layout.rows, dtype=np.int64), logits.device)]
         tokens = self.sampler.choose_tokens(logits, layout.sequences)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 _STEP_WEIGHT = 0.2
+_TOKENS_WEIGHT = 0.02
+"""Right guesses come in runs: a mean over some fifty steps."""
 _MEMORY_TOKENS = 1024
 """The prefill rate is an average over about so many tokens: a few small chunks beside decodes hardly count."""
 _MIN_PREFILL_TOKENS = 32
@@ -27,12 +29,21 @@ class SpeedMeter:
         """Mean of steps that compute prompts beside answers."""
         self._chunk_tokens = self._chunk_seconds = 0.0
         """Prompt tokens, and by how much they made their steps longer, older ones fading."""
+        self.decode_tokens_per_step = 1.0
+        """Of one answer, in steps that compute no prompts: more than 1 where guesses were right."""
 
-    def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing."""
+    def record(
+        self, *, num_prefill_tokens: int, num_decodes: int, seconds: float, num_guesses: int = 0, num_saved: int = 0
+    ) -> None:
+        """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing.
+
+        Beside its `num_decodes` tokens it computed `num_guesses`, of which `num_saved` made a token more.
+        """
         if num_prefill_tokens == 0:
             if num_decodes:
                 self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds, _STEP_WEIGHT)
+                tokens = 1 + num_saved / num_decodes
+                self.decode_tokens_per_step = _smooth(self.decode_tokens_per_step, tokens, _TOKENS_WEIGHT)
             return
         weight = 1 - math.exp(-num_prefill_tokens / _MEMORY_TOKENS)
         alone = self.decode_step_seconds if num_decodes else 0.0
@@ -42,7 +53,7 @@ class SpeedMeter:
         if num_decodes:
             self.mixed_step_seconds = _smooth(self.mixed_step_seconds, seconds, _STEP_WEIGHT)
         if num_prefill_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
-            share = num_prefill_tokens / (num_prefill_tokens + num_decodes)
+            share = num_prefill_tokens / (num_prefill_tokens + num_decodes + num_guesses)
             rate = num_prefill_tokens / (seconds * share)
             self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate, weight)
 

@@ -49,7 +49,10 @@ class StepPlan:
     """
 
     decodes: list[Sequence] = field(default_factory=list[Sequence])
-    """One token each."""
+    """The newest token of each, and the guesses behind it."""
+    guesses: dict[Sequence, tuple[int, ...]] = field(default_factory=dict[Sequence, tuple[int, ...]])
+    """Tokens that may follow the newest one of a decode: computed with it, and checked when its logits are there. Of
+    decodes without any there is no entry."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source, target) blocks of copy-on-write."""
@@ -82,6 +85,16 @@ class StepPlan:
         return sum(chunk.length for chunk in self.chunks)
 
     @property
+    def num_guesses(self) -> int:
+        """Tokens of all guesses."""
+        return sum(map(len, self.guesses.values())) if self.guesses else 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Rows of the forward pass that belong to decodes: one for each, and the guesses."""
+        return len(self.decodes) + self.num_guesses
+
+    @property
     def num_tokens(self) -> int:
-        """Rows of the forward pass: one for each decode, and the tokens of the chunks."""
-        return len(self.decodes) + self.num_prefill_tokens
+        """Rows of the forward pass: those of the decodes, and the tokens of the chunks."""
+        return self.num_decode_tokens + self.num_prefill_tokens

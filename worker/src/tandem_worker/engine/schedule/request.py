@@ -84,6 +84,12 @@ class Request:
     """As in `GenerationRequest`."""
     trace: RequestTrace | None = None
     """As in `GenerationRequest`."""
+    prediction: tuple[int, ...] = ()
+    """As in `GenerationRequest`."""
+    prompt_index: Any = None
+    """Of the prompt, for guesses: belongs to `engine.guess`, and is the same for all choices."""
+    prediction_index: Any = None
+    """The same of the prediction."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
     """Empty when all have ended: each names its request, and a cycle would keep the prompt until Python looks for
     those, which it does rarely."""
@@ -119,6 +125,7 @@ class Sequence:
         "choice",
         "chosen_at",
         "decoding",
+        "guessing",
         "host_blocks",
         "key",
         "last_input",
@@ -187,6 +194,8 @@ class Sequence:
         """Place of this sequence's newest token among those that the step under way chooses."""
         self.sampler_state: Any = None
         """Belongs to the engine's sampler; survives preemption."""
+        self.guessing: Any = None
+        """Belongs to whoever guesses this sequence's next tokens (`engine.guess`); survives preemption."""
 
     def __lt__(self, other: Sequence) -> bool:
         return self.key < other.key
@@ -200,6 +209,12 @@ class Sequence:
     def next_position(self) -> int:
         """Position of the token that is chosen next: behind all that are known, and those that are planned."""
         return max(self.num_planned, self.num_tokens)
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens that can be guessed behind the newest one, which is planned: those whose successor is wanted too. 0
+        while the newest token is not known here."""
+        return self.last_input - self.num_planned if self.num_planned == self.num_tokens else 0
 
     @property
     def under_way(self) -> bool:

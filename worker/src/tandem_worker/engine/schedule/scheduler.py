@@ -2,9 +2,11 @@
 
 Order of service is a key per sequence, (arrival + priority * seconds_per_priority, submission, choice). Decodes take
 one token each, then prefill chunks fill the token budget, then waiting sequences are admitted strictly in order: the
-head of the queue is never overtaken, so nothing starves. When blocks run out the running sequence with the largest key
-gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV is computed
-again later, or moved to host memory and back where that is cheaper and there is room.
+head of the queue is never overtaken, so nothing starves. What is left of the budget is for guesses: tokens that may
+follow a decode's newest one and are computed with it. They take no block that somebody waits for. When blocks run out
+the running sequence with the largest key gives up its own, so the first in order always advances and every sequence
+eventually is the first. Its KV is computed again later, or moved to host memory and back where that is cheaper and
+there is room.
 
 With a target for first tokens the deadline takes the place of the arrival, within bounds (`deadlines`), and a waiting
 sequence that comes before a prompt under way gets its chunks first. Without one a key never changes.
@@ -20,6 +22,10 @@ proportional to the sequences in it; the prefix cache is walked once per admissi
 Steps are scheduled, then completed or cancelled, in this order. One more may be scheduled before the last one is
 completed, unless that one is `lockstep`: its sequences then decode tokens that are not known here yet. A sequence that
 ends meanwhile keeps its blocks until the steps that still write to them are over.
+
+A step with guesses is lockstep. When it is complete, the newest tokens count as computed and the guesses do not; each
+that turns out to be the next token is then confirmed, in order, and counts from there on. What was written for the
+others is overwritten before anything reads it, and a block gets its name when all of its tokens count.
 """
 
 from __future__ import annotations
@@ -95,6 +101,9 @@ class Scheduler:
         """Prompt tokens that are computed per second; None while that is not known."""
         self.tokens_within: Callable[[float, bool], int] = lambda seconds, decoding: limits.max_batch_tokens
         """Prompt tokens that a step of so many seconds computes, beside decodes or alone."""
+        self.guess: Callable[[StepPlan, int], dict[Sequence, tuple[int, ...]]] | None = None
+        """Guesses for decodes of a plan, so many tokens in all at most and `most_guesses` of each; None: there are
+        none."""
         self._clock = clock
         self._wall = wall
         # Decodes always fit into the budget and leave room for one block of prefill.
@@ -273,12 +282,15 @@ class Scheduler:
             limit = min(limit, max(max_tokens, len(plan.decodes) + self.blocks.block_size))
         budget = self._plan_chunks(plan, prefilling, limit - len(plan.decodes))
         if not plan.num_preempted:
-            self._admit(plan, budget)
+            budget = self._admit(plan, budget)
+            if self.guess is not None and plan.decodes and budget > 0:
+                self._add_guesses(plan, self.guess(plan, budget))
         return plan
 
     def complete(self, plan: StepPlan) -> None:
-        """The forward pass succeeded: tokens count as computed, full blocks get their names."""
+        """The forward pass succeeded: tokens count as computed, full blocks get their names; guesses do not count."""
         block_size = self.blocks.block_size
+        self._drop_guesses(plan)
         for sequence in plan.decodes:
             if sequence.state is SequenceState.RUNNING:
                 sequence.num_computed += 1
@@ -297,6 +309,7 @@ class Scheduler:
 
     def cancel(self, plan: StepPlan) -> None:
         """The forward pass was not made, or failed: nothing of it counts."""
+        self._drop_guesses(plan)
         for sequence in plan.decodes:
             if sequence.state is SequenceState.RUNNING:
                 sequence.num_planned -= 1
@@ -309,6 +322,19 @@ class Scheduler:
                 self._count_queued(sequence)
             else:
                 self._settle(sequence, length)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """The newest token was guessed in the step that is complete: its KV is computed."""
+        sequence.num_planned += 1
+        sequence.num_computed += 1
+        if not sequence.num_computed % self.blocks.block_size:
+            self._name_full_blocks(sequence)
+
+    @staticmethod
+    def _drop_guesses(plan: StepPlan) -> None:
+        for sequence, tokens in plan.guesses.items():
+            if sequence.under_way:
+                sequence.num_planned -= len(tokens)
 
     def _settle(self, sequence: Sequence, length: int) -> None:
         """A step is over for a sequence that left in the meantime; a preempted one has given its blocks back before."""
@@ -418,6 +444,27 @@ class Scheduler:
         sequence.num_planned += 1
         plan.decodes.append(sequence)
         plan.lockstep |= sequence.lockstep
+
+    def _add_guesses(self, plan: StepPlan, guesses: dict[Sequence, tuple[int, ...]]) -> None:
+        for sequence, tokens in guesses.items():
+            count = self._reserve_guesses(sequence, len(tokens))
+            if count:
+                plan.guesses[sequence] = tokens[:count]
+                plan.lockstep = True
+                sequence.num_planned += count
+
+    def _reserve_guesses(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` guesses have a place: in the sequence's own blocks, or in those that nobody wants.
+
+        Blocks that are added stay its own. Only the first one of those it has may be shared, which has been seen to.
+        """
+        blocks, block_ids = self.blocks, sequence.block_ids
+        count = min(count, sequence.most_guesses)
+        missing = blocks.count_blocks(sequence.num_planned + count) - len(block_ids)
+        if missing > 0:
+            spare = 0 if self.num_waiting else blocks.num_available - len(self.running)
+            block_ids.extend(blocks.allocate(max(0, min(missing, spare))))
+        return min(count, len(block_ids) * blocks.block_size - sequence.num_planned)
 
     def _plan_chunks(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
         for sequence in prefilling:

@@ -71,6 +71,7 @@ class DecoderLM:
         self.device = build.loader.device
         self.dtype = build.loader.dtype
         self.embedding = config.embedding
+        self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         self._hidden_size = config.hidden_size
         self._context = context = build.context
         self._layers = layers

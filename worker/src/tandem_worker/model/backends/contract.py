@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,6 +10,7 @@ import torch
 
 from tandem_worker.model.attention import AttentionBackend
 from tandem_worker.model.checkpoint.stored import PackedWeight, Packer
+from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.attention import SelfAttention
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
@@ -67,6 +68,8 @@ class Backend:
     experts: type[Experts]
     route: Callable[[Router], Route]
     """The function that chooses experts by a router's rule."""
+    find_inexact: Callable[[Sequence[KVLayerSpec]], str | None]
+    """Why rows of a model with these layers are not exact, as a part of a sentence; None when they are."""
     dtype: torch.dtype | None = None
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer

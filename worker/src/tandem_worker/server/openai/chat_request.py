@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, refuse
-from tandem_worker.server.openai.messages import parse_messages
+from tandem_worker.server.openai.messages import parse_messages, parse_prediction
 from tandem_worker.server.openai.options import CommonOptions, parse_common
 from tandem_worker.server.openai.other_servers import refuse_other_servers
 from tandem_worker.server.openai.output_format import ResponseFormat, parse_output_format
@@ -48,6 +48,8 @@ class ChatRequest:
     """For templates that print them."""
     add_special_tokens: bool = False
     """Those of the tokenizer, beside those that the template writes."""
+    prediction: str = ""
+    """What the client expects the answer to be."""
 
 
 def parse_chat(
@@ -87,6 +89,7 @@ def parse_chat(
         chat_template=fields.string("chat_template", max_length=MAX_TEMPLATE_LENGTH, allow_empty=False),
         documents=fields.array("documents") or None,
         add_special_tokens=fields.boolean("add_special_tokens"),
+        prediction=parse_prediction(fields),
         common=parse_common(fields, vocab_size, sampling),
     )
     answer = request.response_format
@@ -109,7 +112,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported(
         "modalities", "This model produces text only: leave 'modalities' out or [\"text\"].", harmless=[["text"]]
     )
-    fields.unsupported("prediction", "Predicted outputs ('prediction') are not supported.")
     fields.unsupported("web_search_options", "Web search is not supported: remove 'web_search_options'.")
     fields.unsupported(
         "verbosity", "'verbosity' is not supported: leave it out or 'medium'.", harmless=["medium"], ignorable=True

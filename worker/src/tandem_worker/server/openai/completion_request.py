@@ -31,6 +31,8 @@ class CompletionRequest:
     response_format: ResponseFormat = TEXT
     add_special_tokens: bool = True
     """Those of the tokenizer, to prompts that are text."""
+    prediction: str = ""
+    """What the client expects the answers to be."""
 
 
 def parse_completion(
@@ -66,6 +68,7 @@ def parse_completion(
         echo=echo,
         response_format=parse_output_format(fields),
         add_special_tokens=fields.boolean("add_special_tokens", default=True),
+        prediction=fields.string("prediction") or "",
     )
     refuse_other_servers(fields)
     fields.finish()

@@ -119,6 +119,17 @@ def _content(fields: Fields, *, required: bool) -> str:
     return join_parts(value, fields.name("content"), _part)
 
 
+def parse_prediction(fields: Fields) -> str:
+    """Take `prediction`: the text that the client expects, empty where it says nothing. Raises RequestError."""
+    prediction = fields.object("prediction")
+    if prediction is None:
+        return ""
+    prediction.required_choice("type", ("content",))
+    text = _content(prediction, required=True)
+    prediction.finish()
+    return text
+
+
 def join_parts(value: Any, path: str, read: Callable[[Fields], str]) -> str:
     """A message's content: a string, or what `read` makes of each of its parts; empty where there is none.
 

@@ -162,6 +162,8 @@ class PreparedChat:
     """The end of the rendered conversation: the header of the message that the answer continues, or more."""
     echo: bytes = b"{}"
     """Fields that answers of another shape repeat, as a JSON object."""
+    prediction: Tokens = ()
+    """What the client expects the answer to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,8 @@ class PreparedCompletion:
     tokens: Sequence[Tokens]
     room: Sequence[int]
     ignored: Sequence[str]
+    prediction: Tokens = ()
+    """What the client expects each answer to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +291,21 @@ class Preparer:
             tokens = _last(encoded[0], most)
             room = limit.room(len(tokens), param="messages")
             ignored = [*request.common.ignored, *limit.ignored]
-            return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text), ignored=ignored)
+            return PreparedChat(
+                request=request,
+                tokens=tokens,
+                room=room,
+                prompt_end=_end_of(text),
+                ignored=ignored,
+                prediction=encoded[1] if request.prediction else (),
+            )
 
-        return Draft([Text(text, request.add_special_tokens, check)], finish)
+        texts = [Text(text, request.add_special_tokens, check), *self._prediction(request.prediction)]
+        return Draft(texts, finish)
+
+    def _prediction(self, text: str) -> list[Text]:
+        """To be tokenized after the prompts, where there is any."""
+        return [Text(text, False, self._input_check("prediction", None))] if text else []
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
         chat, echo, places = responses.translate(body, self._rules.sampling)
@@ -353,16 +369,19 @@ class Preparer:
 
         def finish(encoded: Sequence[Tokens]) -> PreparedCompletion:
             # OpenAI takes an empty prompt as the beginning of a document.
-            tokens = [_last(each, most) or (rules.start_token,) for each in _fill_in(request.prompts, encoded)]
+            prompts = encoded[: len(texts)]
+            tokens = [_last(each, most) or (rules.start_token,) for each in _fill_in(request.prompts, prompts)]
             room = [limit.room(len(each), param="prompt") for each in tokens]
             ignored = [*request.common.ignored, *limit.ignored]
-            return PreparedCompletion(request=request, tokens=tokens, room=room, ignored=ignored)
+            prediction = encoded[-1] if request.prediction else ()
+            return PreparedCompletion(request=request, tokens=tokens, room=room, ignored=ignored, prediction=prediction)
 
         for prompt in request.prompts:
             if not isinstance(prompt, str):
                 check(len(prompt), False)
         texts = [each for each in request.prompts if isinstance(each, str)]
-        return Draft([Text(each, request.add_special_tokens, check) for each in texts], finish)
+        prompts = [Text(each, request.add_special_tokens, check) for each in texts]
+        return Draft([*prompts, *self._prediction(request.prediction)], finish)
 
     def _embedding(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
@@ -513,12 +532,22 @@ def reduce(prepared: Prepared) -> Prepared:
                     callable_tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.callable_tools),
                 ),
             )
-            return dataclasses.replace(prepared, request=request, tokens=array("i", prepared.tokens))
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(request, prediction=""),
+                tokens=array("i", prepared.tokens),
+                prediction=array("i", prepared.prediction),
+            )
         case PreparedCompletion():
             _check_size({prepared.request.response_format.content_path: _size_of(prepared.request.response_format)})
             # Texts are repeated by `echo` alone.
             request = prepared.request if prepared.request.echo else dataclasses.replace(prepared.request, prompts=())
-            return dataclasses.replace(prepared, request=request, tokens=[array("i", each) for each in prepared.tokens])
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(request, prediction=""),
+                tokens=[array("i", each) for each in prepared.tokens],
+                prediction=array("i", prepared.prediction),
+            )
         case PreparedEmbedding():
             return dataclasses.replace(
                 prepared,

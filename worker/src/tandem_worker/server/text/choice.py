@@ -14,6 +14,7 @@ from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
 from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update
+from tandem_worker.server.text.prediction import PredictionTally
 from tandem_worker.server.text.stops import StopMatcher
 
 REPLAY_TOKENS = 512
@@ -32,14 +33,17 @@ class Choice:
         "_length",
         "_min_tokens",
         "_parser",
+        "_prediction",
         "_released",
         "_stop_token_ids",
         "_stops",
         "_update",
         "_waiting",
+        "accepted_prediction_tokens",
         "completion_tokens",
         "finish",
         "index",
+        "num_predicted",
         "reasoning_tokens",
     )
 
@@ -55,6 +59,7 @@ class Choice:
         parser: TextParser | None = None,
         every_logprob: bool = False,
         answer_id: str = "",
+        prediction: PredictionTally | None = None,
     ) -> None:
         """`include_stop`: the stop string, or the text of the stop token, is part of the answer. `every_logprob`: there
         is one for each of `Update.all_token_ids`, those that ended the choice among them. Ids of calls are made of
@@ -64,6 +69,10 @@ class Choice:
         self.finish: Finish | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
+        self.num_predicted = 0 if prediction is None else prediction.num_tokens
+        """Tokens that the client has predicted."""
+        self.accepted_prediction_tokens = 0
+        self._prediction = prediction
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops, keep=include_stop) if stops else None
         self._stop_token_ids = stop_token_ids
@@ -115,9 +124,10 @@ class Choice:
         self._waiting = list(waiting)
         return self.take()
 
-    def close_ended(self, completion_tokens: int, reasoning_tokens: int) -> None:
-        """It has ended elsewhere, and its end was told."""
+    def close_ended(self, completion_tokens: int, reasoning_tokens: int, accepted: int = 0) -> None:
+        """It has ended elsewhere, and its end was told; `accepted` of its tokens were predicted."""
         self.finish = "stop"
+        self.accepted_prediction_tokens = accepted
         self.completion_tokens = completion_tokens
         self.reasoning_tokens = reasoning_tokens
 
@@ -129,6 +139,9 @@ class Choice:
         update = self._update
         self.completion_tokens += 1
         update.token_ids.append(token_id)
+        if self._prediction is not None:
+            self._prediction.feed(token_id)
+            self.accepted_prediction_tokens = self._prediction.accepted
         text = self._detokenizer.feed(token_id)
         if logprob is not None:
             self._waiting.append((self._length, logprob))

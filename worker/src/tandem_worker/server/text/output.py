@@ -104,9 +104,12 @@ class Usage:
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    """Of the client's prediction, what the answer has not said."""
 
     def to_json(self) -> dict[str, object]:
-        """The `usage` object of OpenAI's API; what Tandem does not do (audio, predictions) counts 0."""
+        """The `usage` object of OpenAI's API; what Tandem does not do (audio) counts 0."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -115,7 +118,7 @@ class Usage:
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
             },
         }

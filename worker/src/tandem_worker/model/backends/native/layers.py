@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from tandem_worker.model.backends.native.packing import LosslessPacker, NativePa
 from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.split import HEAD
 from tandem_worker.model.checkpoint.stored import PackedWeight
+from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
@@ -168,6 +169,17 @@ class NativeExperts(Experts):
     linear = NativeLinear
 
 
+def find_inexact(layers: Sequence[KVLayerSpec]) -> str | None:
+    """As `Backend.find_inexact`."""
+    if not _PACKS:
+        return "oneDNN multiplies many rows with AMX, and the kernels few"
+    if any(layer.head_dim_index is None for layer in layers):
+        return "torch attends to latents (MLA)"
+    if any(layer.block_shape[-1] % library.LANES for layer in layers):
+        return f"torch attends with heads whose width is no multiple of {library.LANES}"
+    return None
+
+
 NATIVE = replace(
     TORCH,
     name=BackendName.NATIVE,
@@ -180,6 +192,7 @@ NATIVE = replace(
     mlp=NativeMLP,
     experts=NativeExperts,
     route=build_route,
+    find_inexact=find_inexact,
     packer=NativePacker if _PACKS else None,
     lossless=Lossless(
         packer=LosslessPacker,

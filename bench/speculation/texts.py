@@ -1,0 +1,87 @@
+"""What workers are asked: what SmolLM2 answers at some length, and much as a larger model would."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("data", "content", "blob", "raw", "text", "doc", "body", "load")
+CODE = """def load(path):
+    with open(path) as file:
+        NAME = json.load(file)
+    items = []
+    for entry in NAME["entries"]:
+        if entry["kind"] == "user":
+            items.append(User(entry["name"], entry["age"]))
+        elif entry["kind"] == "group":
+            items.append(Group(entry["name"], entry["members"]))
+        else:
+            raise ValueError(f"unknown kind {entry['kind']}")
+    return items
+
+
+def save(path, items):
+    entries = []
+    for item in items:
+        if isinstance(item, User):
+            entries.append({"kind": "user", "name": item.name, "age": item.age})
+        else:
+            entries.append({"kind": "group", "name": item.name, "members": item.members})
+    with open(path, "w") as file:
+        json.dump({"entries": entries}, file)
+"""
+QUESTIONS = (
+    "What is the capital of France and why is it famous?", "Explain how a bicycle stays upright.",
+    "Write a short poem about the sea.", "Give me five tips for learning a language.", "Why is the sky blue?",
+    "Describe a day in the life of a baker.", "How do vaccines work?", "What should I cook with tomatoes and eggs?",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    path: str
+    body: dict[str, Any]
+
+
+def say(text: str) -> dict[str, Any]:
+    """Hold an answer to a text, whatever the model would have said: SmolLM2 is too small to copy what it was given."""
+    return {"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": re.escape(text)}}}
+
+
+def edit(number: int) -> Ask:
+    """The client has a file and wants a name in it changed; its prediction is the file as it was."""
+    name = NAMES[number % len(NAMES)]
+    code = CODE.replace("NAME", name)
+    given = f"Here is a file:\n{code}\nRename the variable {name} to loaded."
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": given}],
+                                        "prediction": {"type": "content", "content": code},
+                                        **say(CODE.replace("NAME", "loaded"))})  # fmt: skip
+
+
+def loop(number: int) -> Ask:
+    """A list of objects that are all alike but for a number and a word."""
+    rows = ",\n".join(
+        f'  {{"name": "{NAMES[(number + 3 * i) % 8]}", "number": {i}, "kind": "user", "active": true}}'
+        for i in range(16)
+    )
+    content = f"List {16 + number} users as JSON, with name, number, kind and active."
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **say(f"[\n{rows}\n]")})
+
+
+def chat(number: int) -> Ask:
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTIONS[number % 8]}]})
+
+
+def hopeless(number: int) -> Ask:
+    """Nobody guesses what is drawn at this temperature."""
+    ask = chat(number)
+    return Ask(ask.path, {**ask.body, "temperature": 2.0, "seed": number})
+
+
+def mixed(number: int) -> Ask:
+    """Who is guessed well beside those of whom nothing is known."""
+    return (edit, chat, hopeless, hopeless)[number % 4](number)
+
+
+KINDS = {"edits": edit, "loops": loop, "chat": chat, "hopeless": hopeless, "mixed": mixed}

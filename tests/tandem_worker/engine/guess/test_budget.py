@@ -1,0 +1,111 @@
+"""How many guesses are checked, what steps cost, how often guesses are right."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS, choose_lengths
+from tandem_worker.engine.guess.contract import Source
+from tandem_worker.engine.guess.costs import ROWS_PER_PASS, StepCosts
+from tandem_worker.engine.guess.rates import Luck, Rates
+
+CHANCES = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def gain(chances: list[float], length: int) -> float:
+    return sum(itertools.accumulate(chances[:length], lambda a, b: a * b))
+
+
+def rate(chances: list[list[float]], lengths: tuple[int, ...], n: int, cost: Callable[[int], float]) -> float:
+    """Tokens per second over those without guesses; 0 where somebody loses too much."""
+    gains = [gain(row, length) for row, length in zip(chances, lengths, strict=True)]
+    slower = cost(sum(lengths))
+    least = 1 + (0 if n > len(gains) else min(gains))
+    return (1 + sum(gains) / n) / slower if least >= slower * (1 - MOST_LOSS) - 1e-12 else 0.0
+
+
+@given(
+    chances=CHANCES,
+    more=st.integers(0, 2),
+    per_row=st.floats(0.001, 0.5),
+    per_pass=st.floats(0, 0.5),
+    most=st.integers(0, 12),
+)
+def test_no_other_choice_of_guesses_is_faster(
+    chances: list[list[float]], more: int, per_row: float, per_pass: float, most: int
+) -> None:
+    n = len(chances) + more
+
+    def cost(count: int) -> float:
+        return 1 + per_row * count + per_pass * ((n + count - 1) // 6)
+
+    chosen = tuple(choose_lengths(chances, n, lambda count: cost(count) / cost(0), most))
+    assert sum(chosen) <= most
+    assert all(length <= len(row) for length, row in zip(chosen, chances, strict=True))
+    value = rate(chances, chosen, n, lambda count: cost(count) / cost(0))
+    assert sum(chosen) == 0 or value > LEAST_GAIN - 1e-9
+    if per_pass == 0 and more == 0 and len(chances) == 1:
+        options = itertools.product(*(range(len(row) + 1) for row in chances))
+        best = max(rate(chances, each, n, lambda k: cost(k) / cost(0)) for each in options if sum(each) <= most)
+        assert value >= best - 1e-9 or best <= LEAST_GAIN + 1e-9
+
+
+def test_a_choice_without_guesses_loses_little() -> None:
+    sure = [[0.98] * 8]
+    assert choose_lengths(sure, 1, lambda count: 1 + 0.02 * count, 8) == [8]
+    assert choose_lengths(sure, 2, lambda count: 1 + 0.02 * count, 8) == [2], "5% are two rows"
+    assert choose_lengths(sure * 2, 2, lambda count: 1 + 0.02 * count, 16) == [8, 8]
+
+
+def test_the_best_guesses_are_taken_and_hopeless_ones_are_not() -> None:
+    chances = [[0.9, 0.9, 0.9], [0.5, 0.1, 0.1], [0.05]]
+    assert choose_lengths(chances, 3, lambda count: 1 + 0.08 * count, 9)[2] == 0
+    assert choose_lengths([[0.01] * 8] * 8, 8, lambda count: 1 + 0.03 * count, 64) == [0] * 8
+    assert choose_lengths([], 3, lambda count: 1.0, 9) == []
+
+
+def test_costs_are_learned_from_steps_on_a_machine_of_any_speed() -> None:
+    generator = random.Random(4)
+    for scale, row, more in ((0.01, 0.01, 0.1), (1.0, 0.04, 0.4), (0.2, 0.02, 0.2)):
+        costs = StepCosts()
+        for _ in range(6000):
+            rows = generator.choice((1, 1, 2, 4, 7, 9, 16, 24))
+            true = scale * (1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1))
+            noise = 5.0 if generator.random() < 0.05 else generator.uniform(0.97, 1.03)
+            costs.learn(rows, true * noise)
+        for rows in (2, 6, 9, 24):
+            true = 1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1)
+            assert costs.relative(rows) == pytest.approx(true, rel=0.05)
+    assert StepCosts().predict(3) is None
+
+
+def test_rates_are_learned_by_source_and_length() -> None:
+    rates = Rates()
+    before = rates.chance(Source.TEXT, 3)
+    for _ in range(1000):
+        rates.record(Source.TEXT, 3, hit=True)
+        rates.record(Source.HISTORY, 3, hit=False)
+    assert rates.chance(Source.TEXT, 3) > 0.95 > before
+    assert rates.chance(Source.HISTORY, 3) < 0.05
+    assert rates.chance(Source.PREDICTION, 3) == before
+    assert rates.chance(Source.TEXT, 10_000) == rates.chance(Source.TEXT, 32)
+    for _ in range(1000):
+        rates.record(Source.TEXT, 3, hit=False)
+    assert rates.chance(Source.TEXT, 3) < 0.2, "texts change"
+
+
+def test_a_choice_that_deceives_is_believed_no_more_and_then_again() -> None:
+    luck = Luck()
+    assert luck.apply(0.8) == 0.8
+    for _ in range(10):
+        luck.record(0.8, hit=False)
+    assert luck.apply(0.8) < 0.35
+    for _ in range(15):
+        luck.record(0.8, hit=True)
+    assert luck.apply(0.8) > 0.75
+    assert luck.apply(0.97) <= 0.98

@@ -1,0 +1,1 @@
+"""Guesses what choices say next, so that a step can check several tokens of each. Knows no torch."""

@@ -1,0 +1,83 @@
+"""Where the last few tokens of a text stood before: in a text that is complete, and in one that grows.
+
+Two lengths are looked for: runs of `LONG` tokens, then of `SHORT`. What is found is only where to look: keys of long
+runs are hashes, so whoever asks compares the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SHORT, LONG = 2, 4
+MOST_TOKENS = 1 << 15
+"""Of a text that are indexed, its last ones: 24 bytes for each of a complete one."""
+_MIX = 0x9E3779B97F4A7C15 >> 2 | 1
+_KEPT = (1 << 62) - 1
+
+
+def short_key(tokens: Sequence[int]) -> int:
+    """Of a text's last `SHORT` tokens."""
+    return tokens[-2] << 31 | tokens[-1]
+
+
+def long_key(tokens: Sequence[int]) -> int:
+    """Of a text's last `LONG` tokens."""
+    return ((tokens[-4] << 31 | tokens[-3]) * _MIX ^ (tokens[-2] << 31 | tokens[-1])) & _KEPT
+
+
+class CompleteIndex:
+    """Of a text that does not grow; shared by all who look into it."""
+
+    __slots__ = ("_keys", "_places", "singles", "tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens[-MOST_TOKENS:])
+        self.singles = dict(zip(self.tokens, range(1, len(self.tokens) + 1), strict=True))
+        """By token: the place behind its last occurrence."""
+        values = np.array(self.tokens, dtype=np.int64)
+        pairs = values[:-1] << 31 | values[1:]
+        with np.errstate(over="ignore"):
+            quads = (pairs[:-2] * np.int64(_MIX) ^ pairs[2:]) & np.int64(_KEPT)
+        self._keys: list[np.ndarray] = []
+        self._places: list[np.ndarray] = []
+        for keys, length in ((pairs, SHORT), (quads, LONG)):
+            order = np.argsort(keys, kind="stable")
+            self._keys.append(keys[order])
+            self._places.append((order + length).astype(np.int32))
+
+    def find_last(self, key: int, *, long: bool) -> int | None:
+        """The place behind the last run with this key; None where there is none."""
+        keys = self._keys[long]
+        at = int(keys.searchsorted(key, side="right")) - 1
+        return int(self._places[long][at]) if at >= 0 and keys[at] == key else None
+
+    def find_after(self, key: int, place: int, *, long: bool) -> int | None:
+        """The first place at `place` or later that is behind such a run; where there is none, the last before it."""
+        keys = self._keys[long]
+        first, end = int(keys.searchsorted(key)), int(keys.searchsorted(key, side="right"))
+        if first == end:
+            return None
+        places = self._places[long][first:end]
+        return int(places[min(int(places.searchsorted(place)), end - first - 1)])
+
+
+class GrowingIndex:
+    """Of a text that somebody else keeps. Forgets everything once in `MOST_TOKENS` tokens."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self) -> None:
+        self._places: tuple[dict[int, int], dict[int, int]] = ({}, {})
+
+    def find_last(self, key: int, *, long: bool) -> int | None:
+        """The place behind the last run with this key; None where there is none."""
+        return self._places[long].get(key)
+
+    def add(self, key: int, place: int, *, long: bool) -> None:
+        """A run with this key ends before `place`."""
+        places = self._places[long]
+        if len(places) >= MOST_TOKENS:
+            places.clear()
+        places[key] = place

@@ -1,0 +1,109 @@
+"""Puts guesses into steps, and keeps the accounts: who guessed how much, how much of it was right, what it took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem_worker.engine.guess.budget import choose_lengths
+from tandem_worker.engine.guess.contract import Guess, Guesser, Source
+from tandem_worker.engine.guess.costs import StepCosts
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.engine.schedule.request import Sequence
+
+_WAVES = 0.02
+"""Of a step: what choosing tokens in several waves costs beside the rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSettings:
+    max_tokens: int = 8
+    """Guesses of a choice in a step."""
+    adaptive: bool = True
+    """Only what makes the worker faster is checked; else all that is guessed."""
+
+
+class Speculator:
+    """One per engine, on its thread."""
+
+    def __init__(
+        self,
+        guesser: Guesser,
+        settings: SpeculationSettings,
+        *,
+        max_rows: int,
+        may_guess: Callable[[Sequence], bool] = lambda sequence: True,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?"""
+        self.drafted: Counter[Source] = Counter()
+        """Guesses that were checked."""
+        self.accepted: Counter[Source] = Counter()
+        """Of those, the ones that were right and saved a step."""
+        self.seconds = 0.0
+        """Of computing, spent on guessing."""
+        self.costs = StepCosts()
+        self._guesser = guesser
+        self._settings = settings
+        self._max_rows = max_rows
+        self._may_guess = may_guess
+        self._clock = clock
+        self._sources: dict[Sequence, Source] = {}
+        """Of the guesses in the step that is planned."""
+
+    def plan(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
+        """What `Scheduler.guess` asks for: the guesses of this step, `budget` at the most."""
+        began = self._clock()
+        chosen = self._choose(plan, min(budget, self._max_rows - len(plan.decodes) - len(plan.chunks)))
+        self._sources = {sequence: guess.source for sequence, guess in chosen.items()}
+        self.seconds += self._clock() - began
+        return {sequence: guess.tokens for sequence, guess in chosen.items()}
+
+    def _choose(self, plan: StepPlan, most: int) -> dict[Sequence, Guess]:
+        rooms = {s: min(s.most_guesses, self._settings.max_tokens) for s in plan.decodes}
+        asked = [sequence for sequence, room in rooms.items() if room > 0]
+        found = self._guesser.propose(asked, rooms)
+        found = {sequence: guess for sequence, guess in found.items() if self._may_guess(sequence)}
+        if not found or most <= 0:
+            return {}
+        if not self._settings.adaptive:
+            return _take_all(found, most)
+        rows, relative = plan.num_tokens, self.costs.relative
+        before = relative(rows)
+        lengths = choose_lengths(
+            [guess.chances for guess in found.values()],
+            len(plan.decodes),
+            lambda count: relative(rows + count) / before + _WAVES,
+            most,
+        )
+        return {
+            sequence: guess._replace(tokens=guess.tokens[:length])
+            for (sequence, guess), length in zip(found.items(), lengths, strict=True)
+            if length
+        }
+
+    def record(self, plan: StepPlan, right: Mapping[Sequence, int], seconds: float) -> None:
+        """A step is over. `right`: how many guesses of a choice saved it a step; where none did it has no entry."""
+        for sequence, tokens in plan.guesses.items():
+            source = self._sources[sequence]
+            self.drafted[source] += len(tokens)
+            self.accepted[source] += right.get(sequence, 0)
+        self._sources = {}
+        if not plan.chunks:
+            self.costs.learn(plan.num_tokens, seconds)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The choice has ended."""
+        self._guesser.forget(sequence)
+
+
+def _take_all(found: Mapping[Sequence, Guess], most: int) -> dict[Sequence, Guess]:
+    taken: dict[Sequence, Guess] = {}
+    for sequence, guess in found.items():
+        tokens = guess.tokens[:most]
+        most -= len(tokens)
+        if tokens:
+            taken[sequence] = guess._replace(tokens=tokens)
+    return taken

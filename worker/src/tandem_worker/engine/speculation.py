@@ -1,0 +1,55 @@
+"""Whether an engine guesses, and who does: by what is asked for and by what it computes with."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tandem_worker.engine.guess.history import History
+from tandem_worker.engine.guess.lookup import LookupGuesser
+from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
+from tandem_worker.engine.masks import is_quick
+
+if TYPE_CHECKING:
+    from tandem_api.launch import SpeculativeConfig
+
+    from tandem_worker.model.contract import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+def build_speculator(
+    config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, grouped: bool, max_rows: int
+) -> Speculator | None:
+    """None where there are no guesses; the log says why."""
+    why = find_obstacle(config, model, runs_ahead=runs_ahead, grouped=grouped)
+    if why is not None:
+        level = logging.WARNING if config.method == "Lookup" else logging.INFO
+        logger.log(level, "speculation is off", extra={"method": config.method, "why": why})
+        return None
+    logger.info(
+        "speculation is on",
+        extra={"method": "Lookup", "max_tokens": config.max_tokens, "adaptive": config.adaptive}
+        | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
+    )
+    return Speculator(
+        LookupGuesser(History(config.history_bytes) if config.history_bytes else None),
+        SpeculationSettings(max_tokens=config.max_tokens, adaptive=config.adaptive),
+        max_rows=max(max_rows, config.max_tokens + 1),
+        may_guess=lambda sequence: is_quick(sequence.sampler_state),
+    )
+
+
+def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, grouped: bool) -> str | None:
+    """Why this engine does not guess, as a part of a sentence; None where it does."""
+    if config.method == "Off":
+        return "it is not asked for"
+    if model.embedding is not None:
+        return "the model generates no text"
+    if grouped:
+        return "ranks of a group do not check guesses yet"
+    if runs_ahead:
+        return "steps are launched before the tokens that guesses would follow are known"
+    if config.method == "Auto" and model.inexact is not None:
+        return f"answers might differ from those without it, because {model.inexact}"
+    return None
