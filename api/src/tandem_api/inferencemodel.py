@@ -631,7 +631,7 @@ class Engine(Authored):
 
 
 class KVDisk(Authored):
-    """Where workers keep blocks that their memory gives up: on a volume of their own, an emptyDir of the pod."""
+    """The volume on which a worker keeps blocks that its memory gives up: one of its own, an emptyDir of the pod."""
 
     size: Annotated[
         Quantity,
@@ -640,7 +640,7 @@ class KVDisk(Authored):
             "must be at least 64Mi",
         ),
     ]
-    """Of the volume of each worker, for example `200Gi`. A twentieth of it stays free. It takes as much of its node's
+    """Size of each worker's volume, for example `200Gi`. A twentieth of it stays free. It takes as much of its node's
     ephemeral storage, unless nodes give emptyDirs another place."""
     write_through: bool = False
     """Write blocks as soon as no request holds them, not when memory is about to give them up. Then a worker that is
@@ -951,9 +951,9 @@ class Gateway(Workload):
     """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
     which tells who asks what others have asked. Changing it restarts nothing."""
     convert_decode_workers: bool = True
-    """Where prefill and decode workers are apart and there is `slo`: let a decode worker compute a prompt itself while
-    prefill workers are behind, in steps that take at most `slo.tpot.seconds` with a part of it. Changing it restarts
-    nothing."""
+    """Let a decode worker compute a prompt itself while prefill workers are behind, in steps that take at most
+    `slo.tpot.seconds` with a part of it. It needs prefill and decode workers that are apart, and `slo`. Changing it
+    restarts nothing."""
 
     @model_validator(mode="after")
     def _has_room_for_responses(self) -> Gateway:

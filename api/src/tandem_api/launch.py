@@ -71,12 +71,12 @@ class ModelSource(Wire):
 
 
 class KVDiskConfig(Wire):
-    """Where a worker keeps blocks that its memory gives up."""
+    """The disk on which a worker keeps blocks that its memory gives up."""
 
     path: str = KV_DISK_PATH
     """A folder of this worker alone."""
     size_bytes: int
-    """Of the volume; a little of it stays free."""
+    """Size of the volume; a little of it stays free."""
     write_through: bool = False
     """Blocks are written as soon as no request holds them, not when memory is about to give them up."""
     max_daily_writes: int | None = None

@@ -114,7 +114,7 @@ MODEL_CACHE_PATH = "/var/cache/tandem"
 MODEL_CLAIMS_PATH = "/mnt/models"
 """Parent folder of the claims that `pvc://CLAIM/path` model URIs name."""
 KV_DISK_PATH = "/var/cache/tandem-kv"
-"""Where a worker pod keeps key-value blocks that its memory gives up."""
+"""Folder where a worker pod keeps key-value blocks that its memory gives up."""
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 """A worker that cannot start writes one object here before it exits: `{"reason": CamelCase, "message": sentence}`."""
 

@@ -39,7 +39,7 @@ class RankTelemetry(Wire):
 
 
 class TierTelemetry(Wire):
-    """Where a worker keeps key-value blocks that its memory gives up."""
+    """A tier in which a worker keeps key-value blocks that its memory gives up."""
 
     tier: Annotated[str, Field(max_length=64)]
     """`disk`."""

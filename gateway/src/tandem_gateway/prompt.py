@@ -40,7 +40,8 @@ _Object = dict[str, Any]
 _List = list[Any]
 _DICT: Any = dict
 _LIST: Any = list
-"""Where every request comes by: what is tested for these stays `Any`, so that no call says so to the type checker."""
+"""`dict` and `list` for tests that every request goes through: what is tested stays `Any`, and no call is spent on
+telling the type checker so."""
 _COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Texts of a request to compare them, under all their names."""
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")

@@ -15,15 +15,15 @@ from itertools import count
 from tandem_sim.traces import BLOCK_TOKENS, Arrival
 
 APPLICATIONS = 24
-"""By number: the first is asked most, the n-th a share of 1/n of it."""
+"""Number of applications: the first is asked most, the n-th a share of 1/n of it."""
 SYSTEM_BLOCKS = (6, 28)
-"""Of an application's own prompt: instructions and tools."""
+"""Fewest and most blocks of an application's own prompt: instructions and tools."""
 HELPER_BLOCKS = (3, 10)
-"""Of the prompt of its helpers, which have another one."""
+"""Fewest and most blocks of the prompt of an application's helpers, which have another one."""
 MAX_CONTEXT = 60_000
 """Tokens, after which an agent begins a new conversation."""
 _HELPERS = 0.06
-"""Of the turns send helpers."""
+"""Share of the turns that send helpers."""
 
 
 @dataclass(slots=True)

@@ -15,11 +15,12 @@ from enum import StrEnum
 from tandem_api.launch import TTFTDeadline
 
 ON_TIME = 0.8
-"""Of its target, up to which a prompt is on time at its prefill worker: predictions are right within a fifth."""
+"""Share of its target up to which a prompt is on time at its prefill worker: predictions are right within a fifth."""
 LEAST_QUEUE = 64
 """Tokens: a prefill worker with fewer before a prompt is not behind, whatever the prompt takes."""
 LEAST_SHARE = 0.2
-"""Of a step that must be left for prompts: with less they would take five times as long, and steps are not so even."""
+"""Share of a step that must be left for prompts: with less they would take five times as long, and steps are not so
+even."""
 UNTOLD_SHARE = 0.5
 """The same, of a worker that has streams and has not yet told how long its steps are."""
 
@@ -35,7 +36,7 @@ class Terms:
 
 
 class Verdict(StrEnum):
-    """Of one request that could have gone to a prefill worker."""
+    """What was decided about one request that could have gone to a prefill worker."""
 
     CONVERTED = "converted"
     ON_TIME = "on_time"
@@ -53,7 +54,7 @@ class Offer:
     """What a decode worker would have to do for a prompt."""
 
     tokens: int
-    """Of the prompt that it has not cached."""
+    """Tokens of the prompt that the worker has not cached."""
     queued: float = 0.0
     """Prompt tokens that it computes before."""
     busy: bool = False
@@ -79,7 +80,7 @@ class Conversion:
 
 
 def find_share(offer: Offer, step_seconds: float) -> float:
-    """Of a step, what is left for prompts; 0 where that is too little."""
+    """Share of a step that is left for prompts; 0 where that is too little."""
     if not offer.busy:
         return 1.0
     if offer.decode_seconds is None:

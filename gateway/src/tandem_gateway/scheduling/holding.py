@@ -1,4 +1,4 @@
-"""That an endpoint has a prompt's beginning in its cache, and when that stops being so."""
+"""Records of which endpoints have a prompt's beginning in their cache, and when that stops being so."""
 
 from __future__ import annotations
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 _WEIGHT = 0.2
-"""Of one new observation: about the last ten count."""
+"""Weight of one new observation: about the last ten count."""
 _MOST_CHANGE = 3.0
 """One prompt counts at most as if it had taken so many times what was predicted: a pause is not a speed."""
 _LEAST_FACTOR, _MOST_FACTOR = 0.25, 8.0
 _MOST_DONE = 0.9
-"""Of the outstanding prompts can be taken for computed: the first token alone tells."""
+"""Share of the outstanding prompts that can be taken for computed, at most: the first token alone tells."""
 
 
 class OwnPrompts:
-    """Of one decode worker. The invariant of `Endpoint` holds for `tokens`."""
+    """Prompts that one decode worker computes itself. The invariant of `Endpoint` holds for `tokens`."""
 
     __slots__ = ("decode_seconds", "factor", "keeps_steps", "running", "since", "tokens")
 

@@ -74,7 +74,7 @@ class Scheduler:
         """Requests sent while there was a canary: whether to its workers, and whether they were meant for the others
         of the two sides, which could not serve."""
         self.terms = terms
-        """By which decode workers compute prompts while prefill workers are behind; None: they do not."""
+        """Terms by which decode workers compute prompts while prefill workers are behind; None: they do not."""
         self.conversions: Counter[Verdict] = Counter()
         """Requests that were sent while there were terms, and could have gone to a prefill worker."""
         self._canary_names: frozenset[str] = frozenset()

@@ -378,7 +378,7 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
 
 
 def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
-    """By worker. Of several samples of one worker the newest counts."""
+    """What workers tell of their tiers, by worker. Of several samples of one worker the newest counts."""
     found: dict[str, tuple[float, TierTelemetry]] = {}
     for report in reports:
         for worker in report.workers:

@@ -16,7 +16,8 @@ _NAMED = 3
 
 
 def tiers_condition(blueprint: Blueprint, tiers: Mapping[str, TierTelemetry]) -> list[Condition]:
-    """By what each worker said last, by pod; nothing where no disk is asked for, or where nobody serves."""
+    """The condition of the workers' disks, from what each worker said last, by pod; nothing where no disk is asked for,
+    or where nobody serves."""
     if blueprint.model.spec.kv.disk is None or blueprint.model.spec.suspend:
         return []
     off = {name: tier for name, tier in sorted(tiers.items()) if tier.reason not in (None, STARTING)}

@@ -44,7 +44,7 @@ class EngineStats:
     prefills_fallback_total: int
     decode_tokens_per_step: float = 1.0
     draft_tokens_total: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By source; empty where nobody guesses."""
+    """Guesses that were checked, by source; empty where nobody guesses."""
     accepted_draft_tokens_total: Mapping[str, int] = field(default_factory=dict[str, int])
     guess_seconds_total: float | None = None
     """None where nobody guesses."""

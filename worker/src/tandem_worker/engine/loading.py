@@ -17,7 +17,7 @@ from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer,
 
 _FINISHED = SequenceState.FINISHED
 _AHEAD_SHARE = 0.25
-"""Of memory: more is not loaded for requests before they come to the head of the queue."""
+"""Share of memory up to which blocks are loaded for requests before they come to the head of the queue."""
 _LEAST_LEFT = 16
 """An offer leaves at least so many blocks that can be given out, and as many again as it takes."""
 

@@ -41,7 +41,7 @@ class Offer:
     block_ids: tuple[int, ...]
     names: tuple[bytes, ...]
     fence: object
-    """Of the device: what the blocks hold is written once it has passed. None on a CPU."""
+    """Fence of the device: what the blocks hold is written once it has passed. None on a CPU."""
 
 
 class BlockSource(Protocol):

@@ -35,7 +35,7 @@ from tandem_worker.parallel.context import SINGLE, ParallelContext
 logger = logging.getLogger(__name__)
 
 ANY_ROWS = Rows(1, 2048)
-"""Of a worker that decodes and prefills."""
+"""Rows that products have in a worker that decodes and prefills."""
 _BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
 

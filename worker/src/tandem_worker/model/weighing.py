@@ -18,7 +18,7 @@ from tandem_worker.model.layers.moe import Experts
 
 _QUANTIZED = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4"}
 _IS_SPLIT = 8
-"""Where the head of a packed matrix in bytes says whether it has 12 bits a weight."""
+"""Place of the byte in the head of a packed matrix in bytes that says whether it has 12 bits a weight."""
 
 
 @dataclass(frozen=True, slots=True)

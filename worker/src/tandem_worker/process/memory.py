@@ -18,7 +18,7 @@ class MemoryLedger:
     on_gpu: bool
     by_kind: dict[str, int] = field(default_factory=dict)
     matrices: dict[str, Matrices] = field(default_factory=dict)
-    """Of the weights, by form."""
+    """Matrices of the weights, by form."""
 
     def observe_other(self) -> int:
         """What is held and no other kind's: of the process, or on a GPU the driver's and the libraries' share."""

@@ -54,7 +54,7 @@ class Worker:
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
     tier: DiskTier | None = None
-    """Where blocks go that memory gives up."""
+    """Disk to which blocks go that memory gives up."""
     grammars: GrammarCompiler
     grammars_later: bool = False
     """The process that compiles grammars is not started yet, and is to be once nobody waits for the first answer."""

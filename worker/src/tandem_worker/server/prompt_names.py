@@ -12,8 +12,8 @@ from tandem_api.telemetry import MAX_PROMPT_NAME, MAX_PROMPTS
 KEPT_SECONDS = 11.0
 """Gateways ask every second, and each of a thousand workers every ten."""
 MAX_BYTES = 4 * 1024
-"""Of all names, the newest: the other figures of a sample, those of many ranks among them, have the rest of what a
-gateway reads."""
+"""Most bytes of all names together; the newest are told. The other figures of a sample, those of many ranks among them,
+have the rest of what a gateway reads."""
 _NAME = re.compile(rf"[0-9A-Za-z._/-]{{1,{MAX_PROMPT_NAME}}}")
 
 

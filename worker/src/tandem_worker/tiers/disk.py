@@ -47,13 +47,13 @@ _STATE_FILE = "state.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskLimits:
     size_bytes: int
-    """Of the volume: less is used."""
+    """Size of the volume: less is used."""
     write_through: bool = False
     """Blocks are written as soon as they are idle, not when memory is about to give them up."""
     max_daily_writes: int | None = None
     """Bytes; None: no limit."""
     cold_share: float = 0.25
-    """Of memory: so much of it is on the disk before it is given up."""
+    """Share of memory that is on the disk before it is given up."""
     segment_bytes: int | None = None
     """None: by the size of the volume."""
 
@@ -96,7 +96,7 @@ class DiskTier:
         self._threads: list[threading.Thread] = []
 
     def plan_cold_blocks(self, num_blocks: int) -> int:
-        """Of `num_blocks` in memory, how many that are given up next are to be on the disk."""
+        """How many of `num_blocks` in memory, those that are given up next, are to be on the disk."""
         return num_blocks + 1 if self._limits.write_through else int(num_blocks * self._limits.cold_share)
 
     def bind(self, engine: TierEngine) -> None:
@@ -283,7 +283,8 @@ class DiskTier:
             )
 
     def _check_room(self) -> None:
-        """Where the volume was full it must not seem well because of a few bytes. Raises TierError, OSError."""
+        """Refuse a volume that was full and has only a few bytes free: it must not seem well. Raises TierError,
+        OSError."""
         cause, free = self.health.cause, self._volume.free_bytes
         needed = PROBE_BYTES + self._store.geometry.segment_bytes
         if cause is not None and cause.reason == VOLUME_FULL and free < needed:

@@ -36,7 +36,7 @@ class Volume:
 
     @property
     def free_bytes(self) -> int:
-        """That this process may still write."""
+        """Bytes that this process may still write."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 

@@ -63,13 +63,13 @@ class Geometry:
     """Sizes of slots and segments, in bytes."""
 
     layer_bytes: tuple[int, ...]
-    """Of one block, in every layer."""
+    """Bytes of one block in every layer."""
     num_slots: int
-    """Of a segment."""
+    """Number of slots in a segment."""
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of one block over all layers."""
+        """Bytes of one block over all layers."""
         return sum(self.layer_bytes)
 
     @cached_property
@@ -84,16 +84,16 @@ class Geometry:
 
     @cached_property
     def first_slot(self) -> int:
-        """Where the slots begin in a segment."""
+        """Offset of the first slot in a segment."""
         return PAGE + pad(_ENTRY.size * self.num_slots)
 
     @property
     def segment_bytes(self) -> int:
-        """Of a full segment."""
+        """Bytes of a full segment."""
         return self.first_slot + self.num_slots * self.slot_bytes
 
     def slot_offset(self, slot: int) -> int:
-        """Where a slot begins in its segment."""
+        """Offset of a slot in its segment."""
         return self.first_slot + slot * self.slot_bytes
 
 

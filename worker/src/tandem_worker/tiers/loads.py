@@ -43,7 +43,7 @@ class _Load:
     """Bytes that are still to be read."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     arrived: list[bool] = field(default_factory=list)
-    """By block."""
+    """Whether a block has arrived, by block."""
     valid: int = 0
     """Leading blocks that are in memory."""
     limit: int = 0

@@ -17,7 +17,7 @@ are; for less than this, what it saves there is not worth the queues."""
 HEAD_ROOM = 0.05
 """Share of the volume that stays free: what lies beside the blocks, and what a filesystem takes for itself."""
 SECOND_USE_SHARE = 0.8
-"""Of the daily writes; once these are spent only blocks that were used twice are written."""
+"""Share of the daily writes; once it is spent only blocks that were used twice are written."""
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3600.0
 
 

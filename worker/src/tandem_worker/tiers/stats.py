@@ -24,7 +24,7 @@ class TierStats:
     bytes_read: int = 0
     bytes_written: int = 0
     seconds_reading: float = 0.0
-    """Of all readers together."""
+    """Seconds that all readers together spent reading."""
     seconds_writing: float = 0.0
     evictions: int = 0
     """Blocks that were given up for others."""

@@ -49,13 +49,13 @@ class _Segment:
     number: int
     path: Path
     names: list[bytes | None]
-    """By slot."""
+    """Names of the blocks, by slot."""
     used_at: float
     """Unix seconds."""
     num_slots: int = 0
-    """That are written."""
+    """Number of slots that are written."""
     descriptor: int = -1
-    """Of the one that is written to."""
+    """File descriptor of the segment that is written to; -1 for others."""
     table: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
@@ -93,7 +93,7 @@ class SegmentStore:
 
     @property
     def folder(self) -> Path:
-        """Where the segments of this key are."""
+        """Folder of this key's segments."""
         return self._folder
 
     def load(self) -> None:
@@ -138,7 +138,7 @@ class SegmentStore:
         return True
 
     def find(self, names: Sequence[bytes]) -> list[Place]:
-        """Where the leading ones of `names` are that are there."""
+        """Places of the leading ones of `names` that are there."""
         places: list[Place] = []
         for name in names:
             place = self._places.get(name)
@@ -168,7 +168,7 @@ class SegmentStore:
         return got // size
 
     def plan(self, count: int) -> list[Place]:
-        """Where the next blocks go, `count` or as many as the newest segment has room for. On the thread that writes.
+        """Places of the next blocks, `count` or as many as the newest segment has room for. On the thread that writes.
 
         Gives up the segment that was used longest ago where there is no room for another one.
         """

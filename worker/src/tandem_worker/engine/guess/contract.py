@@ -31,7 +31,7 @@ class Guess(NamedTuple):
     tokens: tuple[int, ...]
     source: Source
     chances: tuple[float, ...]
-    """Of each token to be right where all before it are."""
+    """Chance of each token to be right where all before it are."""
 
 
 class Guesser(Protocol):

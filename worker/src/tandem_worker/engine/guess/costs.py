@@ -8,12 +8,14 @@ base follows the contexts and whatever else runs on the machine, the two slopes 
 from __future__ import annotations
 
 ROWS_PER_PASS = 6
-"""Of the native kernels (`kMaxRows`)."""
+"""Rows that the native kernels compute in one pass (`kMaxRows`)."""
 _PER_ROW, _PER_PASS = 0.02, 0.20
-"""Of a step of one row, before anything was measured: SmolLM2, one thread."""
+"""Costs of one more row and of one more pass, as shares of a step of one row, before anything was measured: SmolLM2,
+one thread."""
 _BASE_WEIGHT, _SLOPE_WEIGHT = 0.1, 0.02
 _LEAST, _MOST = 0.4, 4.0
-"""Of what is assumed, as a factor: what a busy machine does to single steps must not make rows look free."""
+"""Bounds of what is learned, as factors of what is assumed: what a busy machine does to single steps must not make rows
+look free."""
 _OUTLIER = 0.1
 """A step says no more than that it was so much longer or shorter than predicted: more is what disturbed it."""
 _LEAST_SQUARE = 0.01

@@ -18,7 +18,7 @@ BYTES_PER_TOKEN = 160
 """The token, and its run with the place behind it. Measured: 102 to 126, more while a table grows."""
 _BYTES_PER_ANSWER = 400
 _LEAST_TOKENS = 8
-"""Of an answer that is kept."""
+"""Fewest tokens of an answer that is kept."""
 _END = -1
 """Stands behind each answer."""
 
@@ -31,9 +31,9 @@ class Shelf:
     def __init__(self) -> None:
         self.tokens = array("i")
         self.places: dict[int, int] = {}
-        """By the key of a run of `LONG` tokens: the place behind the last one."""
+        """Place behind the last occurrence of a run of `LONG` tokens, by the run's key."""
         self.starts: dict[int, int] = {}
-        """By the prompt's hash: where the last answer to it begins."""
+        """Place at which the last answer to a prompt begins, by the prompt's hash."""
 
     def add(self, prompt: tuple[int, ...], answer: Sequence[int]) -> None:
         """Keep an answer. The last tokens of its prompt are part of its runs, not of its text."""
@@ -49,11 +49,11 @@ class Shelf:
 
 
 class History:
-    """Of all requests of an engine."""
+    """Earlier answers to all requests of an engine, as far as there is room for them."""
 
     def __init__(self, max_bytes: int) -> None:
         self._most = max_bytes // 2
-        """Of a generation."""
+        """Bytes of a generation at most."""
         self._young: dict[str, Shelf] = {}
         self._old: dict[str, Shelf] = {}
         self._size = self._old_size = 0

@@ -48,7 +48,7 @@ class LookupGuesser:
 
 
 def index_prediction(token_ids: Rows[int]) -> CompleteIndex:
-    """Of a prediction, which is followed from its beginning: its first tokens, where it is too long."""
+    """Index of a prediction, which is followed from its beginning: of its first tokens, where it is too long."""
     return CompleteIndex(token_ids[:MOST_TOKENS])
 
 
@@ -75,7 +75,7 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
 
 
 _LEAST_VALUE = 0.05
-"""Of a guess to be reached and right: what comes after is not worth looking at."""
+"""Least chance of a guess to be reached and right: what comes after is not worth looking at."""
 
 
 class Reader:

@@ -1,4 +1,4 @@
-"""Where the last few tokens of a text stood before: in a text that is complete, and in one that grows.
+"""Earlier places of the last few tokens of a text: in a text that is complete, and in one that grows.
 
 Two lengths are looked for: runs of `LONG` tokens, then of `SHORT`. What is found is only where to look: keys of long
 runs are hashes, so whoever asks compares the tokens.
@@ -12,30 +12,30 @@ import numpy as np
 
 SHORT, LONG = 2, 4
 MOST_TOKENS = 1 << 15
-"""Of a text that are indexed, its last ones: 24 bytes for each of a complete one."""
+"""Most tokens of a text that are indexed, its last ones: 24 bytes for each of a complete one."""
 _MIX = 0x9E3779B97F4A7C15 >> 2 | 1
 _KEPT = (1 << 62) - 1
 
 
 def short_key(tokens: Sequence[int]) -> int:
-    """Of a text's last `SHORT` tokens."""
+    """Key of a text's last `SHORT` tokens."""
     return tokens[-2] << 31 | tokens[-1]
 
 
 def long_key(tokens: Sequence[int]) -> int:
-    """Of a text's last `LONG` tokens."""
+    """Key of a text's last `LONG` tokens."""
     return ((tokens[-4] << 31 | tokens[-3]) * _MIX ^ (tokens[-2] << 31 | tokens[-1])) & _KEPT
 
 
 class CompleteIndex:
-    """Of a text that does not grow; shared by all who look into it."""
+    """Index of a text that does not grow; shared by all who look into it."""
 
     __slots__ = ("_keys", "_places", "singles", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens[-MOST_TOKENS:])
         self.singles = dict(zip(self.tokens, range(1, len(self.tokens) + 1), strict=True))
-        """By token: the place behind its last occurrence."""
+        """Place behind the last occurrence of a token, by token."""
         values = np.array(self.tokens, dtype=np.int64)
         pairs = values[:-1] << 31 | values[1:]
         with np.errstate(over="ignore"):
@@ -64,7 +64,7 @@ class CompleteIndex:
 
 
 class GrowingIndex:
-    """Of a text that somebody else keeps. Forgets everything once in `MOST_TOKENS` tokens."""
+    """Index of a text that somebody else keeps, which grows. Forgets everything once in `MOST_TOKENS` tokens."""
 
     __slots__ = ("_places",)
 

@@ -11,7 +11,8 @@ from tandem_worker.engine.guess.contract import Source
 MOST_LENGTH = 32
 """Longer matches are taken for this long."""
 _PRIOR = (0.25, 0.12, 0.35, 0.50, 0.60, 0.66, 0.71, 0.75, 0.78, 0.80, 0.82, 0.84, 0.85, 0.86, 0.87, 0.88)
-"""By the length of the match; of longer ones the last. Of SmolLM2's answers to chats, edits and tool calls."""
+"""Chance that a guess is right before any was tried, by the length of the match; of longer ones the last. Measured on
+SmolLM2's answers to chats, edits and tool calls."""
 _PRIOR_WEIGHT = 8.0
 _MEMORY = 400.0
 """Trials of a kind after which older ones count half."""
@@ -21,7 +22,7 @@ _HIGHEST = 0.98
 
 
 class Rates:
-    """Of all choices of an engine."""
+    """How often the guesses of all choices of an engine are right, by source and length of the match."""
 
     __slots__ = ("_counts",)
 
@@ -35,7 +36,7 @@ class Rates:
         }
 
     def chance(self, source: Source, length: int) -> float:
-        """That the token behind a match of `length` tokens is the next one, 0 to 1."""
+        """Chance that the token behind a match of `length` tokens is the next one, 0 to 1."""
         hits, trials = self._counts[source][length if length < MOST_LENGTH else MOST_LENGTH]
         return hits / trials
 

@@ -14,7 +14,7 @@ from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 
 _WAVES = 0.02
-"""Of a step: what choosing tokens in several waves costs beside the rows."""
+"""What choosing tokens in several waves costs beside the rows, as a share of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class Speculator:
         self.drafted: Counter[Source] = Counter()
         """Guesses that were checked."""
         self.accepted: Counter[Source] = Counter()
-        """Of those, the ones that were right and saved a step."""
+        """Guesses that were checked, were right and saved a step."""
         self.seconds = 0.0
-        """Of computing, spent on guessing."""
+        """Seconds of computing that were spent on guessing."""
         self.costs = StepCosts()
         self._guesser = guesser
         self._settings = settings
@@ -51,7 +51,7 @@ class Speculator:
         self._may_guess = may_guess
         self._clock = clock
         self._sources: dict[Sequence, Source] = {}
-        """Of the guesses in the step that is planned."""
+        """Sources of the guesses in the step that is planned."""
 
     def plan(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """What `Scheduler.guess` asks for: the guesses of this step, `budget` at the most."""

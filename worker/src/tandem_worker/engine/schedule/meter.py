@@ -30,7 +30,7 @@ class SpeedMeter:
         self._chunk_tokens = self._chunk_seconds = 0.0
         """Prompt tokens, and by how much they made their steps longer, older ones fading."""
         self.decode_tokens_per_step = 1.0
-        """Of one answer, in steps that compute no prompts: more than 1 where guesses were right."""
+        """Mean tokens of one answer in a step that computes no prompts: more than 1 where guesses were right."""
 
     def record(
         self, *, num_prefill_tokens: int, num_decodes: int, seconds: float, num_guesses: int = 0, num_saved: int = 0

@@ -87,7 +87,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     """As in `GenerationRequest`."""
     prompt_index: Any = None
-    """Of the prompt, for guesses: belongs to `engine.guess`, and is the same for all choices."""
+    """Index of the prompt, for guesses: belongs to `engine.guess`, and is the same for all choices."""
     prediction_index: Any = None
     """The same of the prediction."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])

@@ -35,11 +35,12 @@ class Lossless:
 
     packer: Callable[[], Packer]
     embedding: Callable[[PackedWeight, int, Collective | None], Embedding]
-    """Of a rank's rows of the table, the first of them, and what adds up the ranks' results."""
+    """Makes the embedding from a rank's rows of the table, the number of the first of them, and what adds up the ranks'
+    results."""
     find_obstacle: Callable[[], str | None]
     """Why it cannot be done here, as a sentence; None when it can."""
     ratios: Mapping[int, float]
-    """By rows of a product, how many times as fast as plain weights it was measured; `Auto` chooses by it."""
+    """How many times as fast as plain weights it was measured, by rows of a product; `Auto` chooses by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from tandem_api.names import Role
 from tandem_worker.host.errors import StartupError
 
 CPU_RATIOS: Mapping[int, float] = {}
-"""By rows of a product, how many times as fast 12 bits are as plain weights on a CPU: the least over SmolLM2's matrices
+"""How many times as fast 12 bits are as plain weights on a CPU, by rows of a product: the least over SmolLM2's matrices
 and an 8B layer's that `make bench-lossless` prints on idle cores. `docs/kernels.md` has the figures. Empty: nobody has
 measured, and `Auto` is `Plain`."""
 _NOT_SLOWER = 1.0

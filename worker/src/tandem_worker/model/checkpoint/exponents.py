@@ -150,7 +150,7 @@ class PackedNumbers:
         return whole[start - first * CHUNK : stop - first * CHUNK]
 
     def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the chunks of numbers `start` to `stop` lie."""
+        """Offsets at which the chunks of numbers `start` to `stop` begin and end."""
         return int(self.offsets[start // CHUNK]), int(self.offsets[num_chunks(stop)])
 
     def read_chunk(self, chunk: int, out: Words) -> None:

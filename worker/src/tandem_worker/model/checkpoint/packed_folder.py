@@ -75,7 +75,7 @@ class FileRecord:
 class PackedList:
     form: Form
     files: Mapping[str, FileRecord]
-    """By path within the folder."""
+    """Records of the files, by path within the folder."""
 
     def write(self) -> bytes:
         """The text of the list."""

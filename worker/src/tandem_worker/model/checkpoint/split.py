@@ -40,7 +40,7 @@ def _place_of(at: int) -> int:
 
 
 _PLACES = np.array([_place_of(at) for at in range(_WEIGHTS)])
-"""Where in a pair `[64][2]` the weight of each byte of a group's first 128 lies."""
+"""Place in a pair `[64][2]` of the weight of each byte of a group's first 128."""
 _ORDER = np.argsort(_PLACES)
 
 
@@ -50,7 +50,7 @@ class SplitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SplitPlaces:
-    """Where the parts of a matrix `[rows, columns]` begin, in bytes."""
+    """Offsets of the parts of a matrix `[rows, columns]`, in bytes."""
 
     rows: int
     columns: int
@@ -72,22 +72,22 @@ class SplitPlaces:
 
     @property
     def values(self) -> int:
-        """Where the high bytes that codes stand for begin; groups begin behind the head."""
+        """Offset of the high bytes that codes stand for; groups begin behind the head."""
         return HEAD + self.blocks * self.pairs * GROUP
 
     @property
     def flags(self) -> int:
-        """Where the flags begin."""
+        """Offset of the flags."""
         return self.values + self.blocks * NUM_CODES
 
     @property
     def first(self) -> int:
-        """Where the numbers of blocks' first entries beside begin."""
+        """Offset of the numbers of blocks' first entries beside."""
         return self.flags + self.blocks * self.words * 8
 
     @property
     def beside(self) -> int:
-        """Where the entries beside begin."""
+        """Offset of the entries beside."""
         return self.first + self.blocks * 4
 
     def size(self, num_beside: int) -> int:

@@ -106,7 +106,7 @@ class Usage:
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
-    """Of the client's prediction, what the answer has not said."""
+    """Tokens of the client's prediction that the answer has not said."""
 
     def to_json(self) -> dict[str, object]:
         """The `usage` object of OpenAI's API; what Tandem does not do (audio) counts 0."""

@@ -27,7 +27,7 @@ class Prediction:
 
 
 class PredictionTally:
-    """Of one choice."""
+    """Tally of how much of the prediction one choice has said."""
 
     __slots__ = ("_accepted", "_follower", "_text", "num_tokens")
 
