@@ -15,6 +15,7 @@ GPU_TESTS = (
     "tests/tandem_worker/kernels/on_device/test_sampling.py",
     "tests/tandem_worker/kernels/on_device/test_elementwise.py",
     "tests/tandem_worker/kernels/on_device/test_fused_qkv.py",
+    "tests/tandem_worker/tiers/test_memory.py",
     "tests/tandem_worker/transfer/test_device_blocks.py",
 )
 """Every file with tests that need a GPU, those first whose kernels take longest to compile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -33,8 +34,7 @@ async def pair(start_gateway, start_worker) -> tuple[Any, Any]:
     endpoint = running.gateway.scheduler.endpoints["p1"]
     for _ in range(10):
         endpoint.speed.observe(1000, 1.0)
-    endpoint.others = 10_000
-    endpoint.load = 10_000.0
+    endpoint.tell(10_000, asyncio.get_running_loop().time())
     tell(running, "d1")
     return running, decode
 
@@ -130,7 +130,7 @@ async def test_a_converted_request_that_fails_is_tried_elsewhere(start_gateway, 
     endpoints = running.gateway.scheduler.endpoints
     for _ in range(10):
         endpoints["p1"].speed.observe(1000, 1.0)
-    endpoints["p1"].charge(0, 0, 10_000)
+    endpoints["p1"].tell(10_000, asyncio.get_running_loop().time())
     tell(running, "d1")
     answer = await running.raw(chat(stream=True, headers="connection: close\r\n"))
     assert answer.startswith(b"HTTP/1.1 200")
