@@ -61,6 +61,7 @@ class Nodes:
 
     def ask(self, namespace: str) -> None:
         """A request comes to the gateways of a namespace, and waits until a worker is ready."""
+        self._used[namespace] = time.time()
         self.waiting.add(namespace)
 
     def ready(self, namespace: str, workload: str) -> list[Object]:
