@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import process_time
+from typing import Any
 
 import numpy as np
 from tandem_api.names import Role
@@ -88,11 +89,11 @@ def build_planner(
 
 
 def run(
-    case: Case, policy: Build | None, replicas: Mapping[Role, int] | None = None, **changes: object
+    case: Case, policy: Build | None, replicas: Mapping[Role, int] | None = None, **changes: Any
 ) -> tuple[Row, Replay]:
     """One replay. None: the replicas that there are."""
     arrivals = case.arrivals()
-    setting = replace(case.setting(arrivals, replicas), **changes)  # type: ignore[arg-type]
+    setting = replace(case.setting(arrivals, replicas), **changes)
     chosen = Static() if policy is None else policy(case.scenario, arrivals)
     began = process_time()
     seen = Simulation(arrivals, setting, chosen).run()

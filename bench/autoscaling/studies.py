@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from time import process_time
+from typing import Any
 
 import numpy as np
 from tandem_operator.autoscale.plan.contract import Target, Tuning
@@ -27,7 +28,7 @@ SPLITS = {
 }
 """Loads at which prefill and decode apart are compared with workers that do both."""
 
-ABLATIONS: dict[str, tuple[Tuning, dict[str, object]]] = {
+ABLATIONS: dict[str, tuple[Tuning, dict[str, Any]]] = {
     "all terms": (Tuning(), {}),
     "no variance": (Tuning(deviations=0.0), {}),
     "no trend": (Tuning(trend=False), {}),

@@ -253,10 +253,10 @@ def main() -> int:
         baseline = stack.enter_context(
             Baseline(str(gguf.parent), gguf.name, torch_dtype, options.threads, most_bytes=most)
         )
-        workers = [
+        unified, prefill, decode = (
             stack.enter_context(server.worker(role, gguf, options.dtype, options.threads))
             for role in ("unified", "prefill", "decode")
-        ]
+        )
         obstacle = native.find_obstacle() if options.dtype == "BFloat16" else "they multiply bfloat16"
         without_native = None
         if obstacle is None:
@@ -266,7 +266,9 @@ def main() -> int:
         else:
             print(f"no rows on CPU kernels: {obstacle}")
         weight_bytes = count_weight_bytes(gguf, 2 if options.dtype == "BFloat16" else 4)
-        bench = Bench(baseline, *workers, without_native, weight_bytes=weight_bytes, threads=options.threads)
+        bench = Bench(
+            baseline, unified, prefill, decode, without_native, weight_bytes=weight_bytes, threads=options.threads
+        )
         bench.throughput(1, 1)  # warm both sides
         bench.disaggregated(200)
         rows = [row for row in build_rows(bench) if options.only in row.name]

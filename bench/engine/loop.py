@@ -25,6 +25,7 @@ from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.deltas import DeltaHub
 
 from bench.engine.scheduling import typical
@@ -39,8 +40,8 @@ class NullModel:
 
     vocab_size, max_position_embeddings, dtype = VOCAB, 1 << 20, torch.float32
     device = torch.device("cpu")
-    embedding = None
-    inexact = "it has no rows"
+    embedding: EmbeddingSpec | None = None
+    inexact: str | None = "it has no rows"
 
     def __init__(self, max_rows: int) -> None:
         self._logits = torch.zeros((max_rows, VOCAB))
@@ -68,14 +69,16 @@ def build_runner(num_running: int, max_tokens: int, hub: DeltaHub) -> StepRunner
             max_queued_requests=num_running,
         ),
     )
-    engine = build_engine(NullModel(num_running), config, hub.deliver)  # type: ignore[arg-type]
-    engine.start = lambda: None  # type: ignore[method-assign]  # steps are taken here, one by one
+    engine = build_engine(NullModel(num_running), config, hub.deliver)
+    engine.start = lambda: None  # steps are taken here, one by one
     for index in range(num_running):
         prompt = tuple((index * 31 + position) % VOCAB for position in range(PROMPT))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         engine.submit(GenerationRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling))
     engine._run_commands()
-    return engine._runner
+    runner = engine._runner
+    assert isinstance(runner, StepRunner)  # of a single lane
+    return runner
 
 
 class Clock:

@@ -142,7 +142,8 @@ def main() -> None:
         for name, (tokens, baseline, ours) in build_cases(loop, reference, options.prompt, options.tokens).items():
             if options.cases not in name:
                 continue
-            baseline(), ours()
+            baseline()
+            ours()
             pairs = [(timed(baseline, clock), timed(ours, clock)) for _ in range(options.rounds)]
             factor = int(name.split()[0]) if "sequential" in name else 1
             theirs, mine = (min(column) for column in zip(*pairs, strict=True))

@@ -48,12 +48,13 @@ class Job:
 def draw_job(rng: random.Random, index: int, prefixes: list[tuple[int, ...]], *, remote: bool) -> Job:
     prefix = rng.choice(prefixes)[: rng.randint(0, 40)]
     prompt = prefix + tuple(rng.randrange(64) for _ in range(rng.randint(1, MAX_PROMPT - 40)))
-    options: dict[str, float] = {"temperature": 0.0}
+    temperature, top_p, frequency_penalty = 0.0, 1.0, 0.0
     if rng.random() < 0.3:
-        options = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": rng.choice([0.0, 0.2])}
+        temperature, top_p, frequency_penalty = 0.9, 0.95, rng.choice([0.0, 0.2])
     sampling = SamplingParams(
-        max_tokens=rng.randint(1, MAX_OUTPUT), seed=index, stop_token_ids=frozenset(rng.sample(range(64), 1)), **options
-    )
+        max_tokens=rng.randint(1, MAX_OUTPUT), seed=index, stop_token_ids=frozenset(rng.sample(range(64), 1)),
+        temperature=temperature, top_p=top_p, frequency_penalty=frequency_penalty,
+    )  # fmt: skip
     request = GenerationRequest(
         request_id=f"r{index}",
         prompt_token_ids=prompt,
@@ -117,7 +118,7 @@ def start_engine(
     run: Run, num_blocks: int, *, host_blocks: int = 0, ahead: bool = False, **scheduler: int
 ) -> EngineCore:
     model = HistoryModel()
-    config = build_config(num_blocks, model.kv_cache_spec(BLOCK_SIZE).bytes_per_block, host_blocks, **scheduler)
+    config = build_config(num_blocks, model.kv_cache_spec(BLOCK_SIZE).bytes_per_block, host_blocks, None, **scheduler)
     return build_engine(model, config, run.deliver, runs_ahead=ahead)
 
 

@@ -22,6 +22,7 @@ import random
 import re
 import time
 from collections import Counter
+from typing import cast
 
 import uvloop
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayTimeouts
@@ -76,7 +77,7 @@ class FuzzedWorker(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._data += data

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 SAMPLE = 512
 """Different requests of a scenario."""
@@ -67,7 +68,7 @@ class Client(asyncio.Protocol):
         self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self.socket = transport.get_extra_info("socket")
 
     def send(self, request: bytes) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import sys
+from typing import cast
 
 import uvloop
 
@@ -37,8 +38,8 @@ class StubEngine(asyncio.Protocol):
         self.buffer = bytearray()
         self.prefill = prefill
 
-    def connection_made(self, transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -57,7 +58,7 @@ class StubEngine(asyncio.Protocol):
             self.describe(line)
             return
         tokens = 1 if self.prefill else int(found[1])
-        interval = 0.0 if self.prefill else int(INTERVAL.search(body)[1]) / 1e6
+        interval = 0.0 if self.prefill else read_number(INTERVAL, body) / 1e6
         if interval:
             self.transport.write(HEAD + CHUNK)
             self.step(tokens - 1, interval, first_due(body, interval))
@@ -83,6 +84,13 @@ class StubEngine(asyncio.Protocol):
         self.step(left - 1, interval, due + interval)
 
 
+def read_number(pattern: re.Pattern[bytes], body: bytes) -> int:
+    """The number that every request to a stub must have."""
+    found = pattern.search(body)
+    assert found is not None, body
+    return int(found[1])
+
+
 def first_due(body: bytes, interval: float) -> float:
     """When the second token of a request is due."""
     now = asyncio.get_running_loop().time()
@@ -95,7 +103,7 @@ async def answer(scope, receive, send) -> None:
     while more:
         message = await receive()
         body, more = body + message["body"], message["more_body"]
-    tokens, interval = int(TOKENS.search(body)[1]), int(INTERVAL.search(body)[1]) / 1e6
+    tokens, interval = read_number(TOKENS, body), read_number(INTERVAL, body) / 1e6
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     last = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
     if not interval:
@@ -126,8 +134,8 @@ class Relay(asyncio.Protocol):
         self.other: Relay | None = None
         self.early: list[bytes] = []
 
-    def connection_made(self, transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
         if self.target is not None:
             self.task = asyncio.get_running_loop().create_task(self.connect(self.target))
 

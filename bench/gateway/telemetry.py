@@ -77,7 +77,8 @@ async def measure(workers: int, port: int, seconds: float) -> str:
     assert all(server.telemetry.sample(worker) is not None for worker in known)
     for endpoint in server.gateway.scheduler.endpoints.values():
         endpoint.ttft_counts = [12_345] * len(endpoint.ttft_counts)
-    took = []
+    took: list[float] = []
+    size = 0
     for _ in range(REPORTS):
         began = time.process_time()
         size = len(server.gateway.describe_fleet().to_json())

@@ -43,17 +43,17 @@ class PlainHandler:
         self.budget = Budget(1 << 30)
         self.counted = 0
 
-    def on_connect(self, _connection: ClientConnection) -> None:
+    def on_connect(self, connection: ClientConnection) -> None:
         self.counted += 1
 
-    def on_disconnect(self, _connection: ClientConnection) -> None:
+    def on_disconnect(self, connection: ClientConnection) -> None:
         self.counted -= 1
 
-    def on_request(self, connection: ClientConnection, _request: Request) -> None:
+    def on_request(self, connection: ClientConnection, request: Request) -> None:
         connection.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
         connection.finish(keep_alive=True)
 
-    def on_refused(self, connection: ClientConnection, _error: RequestError) -> None:
+    def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         connection.write(REFUSED)
 
 
@@ -94,13 +94,14 @@ def measure(way: str, folder: str, clients: int) -> None:
     """Print what one way costs, and what its clients see."""
     command = [sys.executable, "-m", "bench.gateway.tls", "--serve", way, "--folder", folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+        told, said = server.stdin, server.stdout
+        assert told is not None
+        assert said is not None
+        port = int(said.readline())
 
         def ask() -> tuple[float, ...]:
-            print(file=server.stdin, flush=True)
-            return tuple(map(float, server.stdout.readline().split()))
+            print(file=told, flush=True)
+            return tuple(map(float, said.readline().split()))
 
         ask()
         base, hello = ask()[0], write_hello()
@@ -117,7 +118,7 @@ def measure(way: str, folder: str, clients: int) -> None:
             each.close()
         print(f"{way:5} an answer that ends the connection: {ask_and_end(port)}")
         print(f"{way:5} plain HTTP: {ask_plain(port)}")
-        server.stdin.close()
+        told.close()
 
 
 def ask_and_end(port: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.model.contract import CausalLM
 
@@ -74,7 +75,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.events: list[tuple[float, str, int]] = []
-        self.errors: list[str] = []
+        self.errors: list[str | RequestError] = []
         self._ended = 0
         self._changed = threading.Condition()
 
@@ -274,7 +275,7 @@ def measure_first_token(session: Session, length: int) -> Figures:
 
 def profile(session: Session, batch: int) -> Figures:
     """Where the time of a few decode steps behind their prompts goes: the kernels that take the most."""
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 

@@ -18,6 +18,7 @@ from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConf
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.execute.arena import build_prompt_batch
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
@@ -155,7 +156,7 @@ def answer(
 ) -> list[list[int]]:
     """Tokens of all prompts, submitted before the first step, so that every way takes the same steps."""
     tokens: dict[str, list[int]] = defaultdict(list)
-    errors: list[str] = []
+    errors: list[str | RequestError] = []
 
     def deliver(deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
@@ -192,7 +193,7 @@ def build_stepped_engine(
         max_batch_tokens=sum(map(len, prompts)) + BLOCK_SIZE + 1,
     )  # fmt: skip
     engine = build_engine(model, config, deliver, runs_ahead=ahead)
-    engine.start = lambda: None  # type: ignore[method-assign]  # no thread of its own
+    engine.start = lambda: None  # no thread of its own
     return engine
 
 

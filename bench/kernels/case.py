@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVarTuple, cast
 
 import torch
 
@@ -12,6 +13,7 @@ COLD_BYTES = 256 << 20
 """Inputs rotate until they exceed the L2 cache several times."""
 
 Tensors = tuple[torch.Tensor, ...]
+Values = TypeVarTuple("Values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +139,9 @@ class Place:
         return tables, num_blocks
 
 
-def wide(*values: object) -> tuple:
+def wide(*values: *Values) -> tuple[*Values]:
     """Float64 copies; what is no floating tensor passes through."""
-    return tuple(
+    copies = (
         value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in values
     )
+    return cast(tuple[*Values], tuple(copies))

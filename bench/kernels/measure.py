@@ -48,7 +48,9 @@ def median_seconds(run: Callable[[], object], device: torch.device, milliseconds
     """Median of many timed runs, after a warm-up that also compiles."""
     run()
     if device.type == "cuda":
-        return triton.testing.do_bench(run, warmup=25, rep=milliseconds, return_mode="median") * 1e-3
+        found = triton.testing.do_bench(run, warmup=25, rep=milliseconds, return_mode="median")
+        assert isinstance(found, float)
+        return found * 1e-3
     times: list[float] = []
     while len(times) < 3 or (sum(times) < milliseconds * 1e-4 and len(times) < 100):
         began = time.perf_counter()

@@ -30,7 +30,7 @@ from tandem_worker.tiers.store import SegmentStore
 
 from bench.routing.fleet import STEP_SECONDS, Fleet, Served
 from bench.routing.policies import Policy, RoundRobin, Tandem
-from bench.routing.simulate import Replay, replay
+from bench.routing.simulate import Recorded, Replay, replay
 
 MEMORY_TOKENS, DISK_TOKENS = 250_000, 16_000_000
 TOKEN_BYTES, TOKENS_PER_SECOND = 23_040, 16_000.0
@@ -142,7 +142,7 @@ def play(
     arrivals: list[Arrival], workers: int, build: Callable[[Fleet], Policy], **disk: Any
 ) -> tuple[Replay, TieredFleet]:
     fleet = TieredFleet(workers, tokens_per_second=TOKENS_PER_SECOND, kv_tokens=MEMORY_TOKENS, **disk)
-    return replay(arrivals, fleet, build(fleet)), fleet
+    return replay(Recorded(arrivals), fleet, build(fleet)), fleet
 
 
 def homes(kv_tokens: int) -> Callable[[Fleet], Policy]:

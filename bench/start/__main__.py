@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from bench.start.process import Start, run
 from e2e.model import find_model
@@ -59,7 +60,7 @@ def main() -> None:
 
 def _report(found: dict[str, list[Start]], record: Path | None) -> None:
     print(f"{'':12} {'first token':>23}   {'CPU seconds':>23}   resident GB   (median, least, most of each)")
-    rows: dict[str, dict[str, object]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for kind, starts in found.items():
         first, cpu = [one.first_token for one in starts], [one.cpu for one in starts]
         resident = statistics.median(one.resident_bytes for one in starts)
@@ -72,7 +73,7 @@ def _report(found: dict[str, list[Start]], record: Path | None) -> None:
                 "value": int(resident), "goal": int(RESIDENT_GOAL_BYTES), "met": resident <= RESIDENT_GOAL_BYTES,
             }  # fmt: skip
     for kind, row in rows.items():
-        for name, seconds in dict(row.get("steps") or {}).items():  # type: ignore[call-overload]
+        for name, seconds in dict(row.get("steps") or {}).items():
             print(f"  {kind:12} {name:24} {seconds:7.3f}")
     line = json.dumps({"cores": len(os.sched_getaffinity(0)), "seconds from exec to the first token": rows})
     if record is not None:

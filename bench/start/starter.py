@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from xxhash import xxh3_128_digest
 
 REPOSITORY = "org/model"
 CONTENT = "model.safetensors"
+Answer = Callable[[FileExchange, SharedFiles, int], FileAnswer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,12 @@ def main(facts: Facts) -> None:
     # A killed process's lease is waited for in every cache that is written to again: half a minute tells nothing here.
     lease.acquire = functools.partial(lease.acquire, stale_seconds=0.5, poll_seconds=0.05)
     if facts.vice:
-        FileExchange._answer_chunk = functools.partialmethod(_spoil, FileExchange._answer_chunk, facts.vice)  # type: ignore[method-assign, assignment]
+        answer, vice = FileExchange._answer_chunk, facts.vice
+
+        def answer_spoiled(self: FileExchange, share: SharedFiles, index: int) -> FileAnswer:
+            return _spoil(self, answer, vice, share, index)
+
+        FileExchange._answer_chunk = answer_spoiled
     ring = KeyRing(primary="a", keys={"a": bytes.fromhex(facts.key)})
     sharing = FileSharing(enabled=True, port=facts.port, peers=facts.peers)
     exchange = FileExchange(sharing, facts.peers, lambda: ring, Vitals())
@@ -68,9 +75,7 @@ def main(facts: Facts) -> None:
     threading.Event().wait()
 
 
-def _spoil(
-    self: FileExchange, answer: functools.partial[FileAnswer], vice: str, share: SharedFiles, index: int
-) -> FileAnswer:
+def _spoil(self: FileExchange, answer: Answer, vice: str, share: SharedFiles, index: int) -> FileAnswer:
     if vice == "stall":
         time.sleep(60)
     got = answer(self, share, index)

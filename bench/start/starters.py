@@ -74,7 +74,7 @@ class _SlowHandler(HubHandler):
                 write(piece)
             return len(view)
 
-        self.wfile.write = slow  # type: ignore[method-assign]
+        self.wfile.write = slow
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

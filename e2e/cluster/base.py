@@ -46,7 +46,7 @@ class ClusterBackend(Protocol):
 
     def status(self) -> ClusterStatus: ...
 
-    def load(self, images: list[Image]) -> dict[str, str]:
+    def load(self, wanted: list[Image]) -> dict[str, str]:
         """Build what is not built, hand it to the cluster's nodes, and return the reference of each part's image."""
         ...
 

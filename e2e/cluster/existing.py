@@ -59,8 +59,8 @@ class ExistingBackend:
     def status(self) -> ClusterStatus:
         return ClusterStatus(running=self._answers(), detail=f"the cluster of {self.kubeconfig}")
 
-    def load(self, images: list[Image]) -> dict[str, str]:
-        return {image.part: self.add(image, self.settings.root) for image in images}
+    def load(self, wanted: list[Image]) -> dict[str, str]:
+        return {image.part: self.add(image, self.settings.root) for image in wanted}
 
     def add(self, image: Image, root: Path) -> str:
         registry = self._registry()

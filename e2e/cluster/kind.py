@@ -81,8 +81,8 @@ class KindBackend:
         running = self.cluster in self._kind("get", "clusters").split()
         return ClusterStatus(running=running, detail=f"kind cluster {self.cluster}")
 
-    def load(self, images: list[Image]) -> dict[str, str]:
-        return {image.part: self.add(image, self.settings.root) for image in images}
+    def load(self, wanted: list[Image]) -> dict[str, str]:
+        return {image.part: self.add(image, self.settings.root) for image in wanted}
 
     def add(self, image: Image, root: Path) -> str:
         docker = Docker(replace(self.settings, root=root))

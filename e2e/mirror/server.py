@@ -110,8 +110,12 @@ class Repositories:
 class HubHandler(BaseHTTPRequestHandler):
     """One request. `repositories`, `drop_after` and `dropped` belong to the server object."""
 
-    server: MirrorServer
     protocol_version = "HTTP/1.1"
+
+    @property
+    def mirror(self) -> MirrorServer:
+        assert isinstance(self.server, MirrorServer)
+        return self.server
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -145,7 +149,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self._json(self._info(match[1], commit), body=body)
         elif match := FILE.fullmatch(path):
             commit = self._allowed(match[1], match[2])
-            repositories = self.server.repositories
+            repositories = self.mirror.repositories
             corrupt = repositories.is_corrupt(match[1])
             self._file(repositories.find(match[1], match[3]), commit, body=body, corrupt=corrupt)
         else:
@@ -154,21 +158,21 @@ class HubHandler(BaseHTTPRequestHandler):
     def _move(self, path: str) -> None:
         if (match := MOVE.fullmatch(path)) is None:
             raise HubError(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
-        self._json({"sha": self.server.repositories.move(match[1])}, body=True)
+        self._json({"sha": self.mirror.repositories.move(match[1])}, body=True)
 
     def _allowed(self, repository: str, revision: str | None) -> str:
-        return self.server.repositories.check(repository, revision, self.headers.get("Authorization"))
+        return self.mirror.repositories.check(repository, revision, self.headers.get("Authorization"))
 
     def _info(self, repository: str, commit: str) -> dict[str, object]:
-        folder = self.server.repositories.root / repository
-        siblings = [{"rfilename": str(p.relative_to(folder))} for p in self.server.repositories.files(repository)]
+        folder = self.mirror.repositories.root / repository
+        siblings = [{"rfilename": str(p.relative_to(folder))} for p in self.mirror.repositories.files(repository)]
         private = (folder / ".private").exists()
         return {"_id": commit[:24], "id": repository, "sha": commit, "private": private, "gated": False, "tags": [],
                 "siblings": siblings}  # fmt: skip
 
     def _tree(self, repository: str) -> list[dict[str, object]]:
         """As the hub lists it: what is in folders only where `recursive` asks for it."""
-        repositories = self.server.repositories
+        repositories = self.mirror.repositories
         folder = repositories.root / repository
         recursive = "true" in parse_qs(urlsplit(self.path).query.lower()).get("recursive", [])
         return [
@@ -194,7 +198,7 @@ class HubHandler(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-        digest = self.server.repositories.digest(path)
+        digest = self.mirror.repositories.digest(path)
         self.send_response(HTTPStatus.PARTIAL_CONTENT if match else HTTPStatus.OK)
         if match:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
@@ -213,10 +217,10 @@ class HubHandler(BaseHTTPRequestHandler):
             self._send(path, start, end, corrupt=corrupt)
 
     def _send(self, path: Path, start: int, end: int, *, corrupt: bool) -> None:
-        limit = self.server.drop_after
-        cut = limit is not None and path not in self.server.dropped
+        limit = self.mirror.drop_after
+        cut = limit is not None and path not in self.mirror.dropped
         if cut:
-            self.server.dropped.add(path)
+            self.mirror.dropped.add(path)
             end = min(end, start + (limit or 0))
         with path.open("rb") as source:
             source.seek(start)

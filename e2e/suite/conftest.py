@@ -168,10 +168,11 @@ def _failure(report: Any) -> str:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     report.user_properties.append((_TOOK, sum(WAITED)))
-    if report.failed and "cluster" in getattr(item, "funcargs", {}):
+    values: dict[str, Any] = getattr(item, "funcargs", {})
+    if report.failed and "cluster" in values:
         # The test has failed: its time must not run out while the evidence is gathered, which would end the whole run.
         item.config.hook.pytest_timeout_cancel_timer(item=item)
         folder = ARTIFACTS / re.sub(r"[^\w.-]+", "_", item.nodeid.split("/")[-1])
-        item.funcargs["cluster"].artifacts_dump(folder)
+        values["cluster"].artifacts_dump(folder)
         report.sections.append(("evidence", f"pods, events and logs are in {folder}"))
     return report

@@ -125,6 +125,8 @@ def create(fleet: Fleet, manifest: Object) -> str | None:
     try:
         fleet.kubernetes.request("POST", fleet.path("inferencemodels") + "?dryRun=All", manifest)
     except client.ApiException as error:
+        if error.body is None:
+            raise
         return json.loads(error.body)["message"]
     return None
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
 
 from e2e.model import find_model
 from e2e.suite.fleet import Fleet, smollm2
@@ -83,7 +85,13 @@ def complete(api: openai.OpenAI, prompt: list[int], model: str = "main") -> tupl
     response = api.completions.create(
         model=model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"return_token_ids": True}
     )
-    return list(response.choices[0].model_extra["token_ids"]), response.usage
+    return token_ids(response.choices[0]), response.usage
+
+
+def token_ids(choice: BaseModel) -> list[int]:
+    """What the gateway says beside OpenAI's own fields."""
+    assert choice.model_extra is not None
+    return list(choice.model_extra["token_ids"])
 
 
 def write(length: int, oracle: tuple[Any, Any]) -> list[int]:
@@ -135,7 +143,7 @@ CHATS = [
 def test_chats_of_three_turns(api: openai.OpenAI, oracle: tuple[Any, Any], text: str) -> None:
     """Each turn sends the whole conversation, so later turns run on cached blocks."""
     _, tokenizer = oracle
-    messages: list[dict[str, str]] = [{"role": "user", "content": text}]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": text}]
     for turn in range(2):
         response = api.chat.completions.create(
             model="main",
@@ -144,12 +152,16 @@ def test_chats_of_three_turns(api: openai.OpenAI, oracle: tuple[Any, Any], text:
             temperature=0,
             extra_body={"return_token_ids": True},
         )
-        choice = response.choices[0]
+        choice, usage = response.choices[0], response.usage
+        assert usage is not None
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert response.usage.prompt_tokens == len(prompt)
-        assert_same(list(choice.model_extra["token_ids"]), oracle, prompt)
+        assert usage.prompt_tokens == len(prompt)
+        assert_same(token_ids(choice), oracle, prompt)
         if turn:
-            assert response.usage.prompt_tokens_details.cached_tokens >= BLOCK
+            details = usage.prompt_tokens_details
+            assert details is not None
+            assert details.cached_tokens is not None
+            assert details.cached_tokens >= BLOCK
         messages += [
             {"role": "assistant", "content": choice.message.content},
             {"role": "user", "content": "Tell me more."},

@@ -96,14 +96,22 @@ def test_a_field_that_is_not_there_is_refused(plane: ControlPlane) -> None:
 MALFORMED = sorted((ROOT / "e2e" / "manifests" / "malformed").glob("*.yaml"))
 
 
+def head(text: str, key: str) -> str:
+    """What a comment at the beginning of a manifest states."""
+    found = re.search(rf"^# {key}: (.+)$", text, re.MULTILINE)
+    assert found is not None, key
+    return found[1]
+
+
 def test_malformed_manifests_are_refused_with_a_sentence(plane: ControlPlane) -> None:
     """Each file states the field and a part of the sentence."""
     assert len(MALFORMED) >= 90
     for path in MALFORMED:
         text = path.read_text()
-        field, says = (re.search(rf"^# {key}: (.+)$", text, re.MULTILINE)[1] for key in ("field", "says"))  # type: ignore[index]
+        field, says = (head(text, key) for key in ("field", "says"))
         with pytest.raises(client.ApiException) as refused:
             plane.kubernetes.request("POST", MODELS.format("default") + QUERY, yaml.safe_load(text))
+        assert refused.value.body is not None, refused.value
         message = refused.value.body.replace('\\"', '"')
         assert field in message, f"{path.name}: {message}"
         assert says in message, f"{path.name}: {message}"

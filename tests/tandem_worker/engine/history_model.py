@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.pooling import EmbeddingSpec
 
 _A, _B, _C = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1, 0x5851F42D4C957F3
 _MASK, _SIGN = (1 << 64) - 1, 1 << 63
@@ -38,8 +39,8 @@ class HistoryModel:
         self.max_position_embeddings = max_position_embeddings
         self.device = torch.device("cpu")
         self.dtype = torch.float32
-        self.embedding = None
-        self.inexact = "its rows are exact, but most tests count its steps"
+        self.embedding: EmbeddingSpec | None = None
+        self.inexact: str | None = "its rows are exact, but most tests count its steps"
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []
         self.num_tokens = 0
