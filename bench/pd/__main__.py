@@ -1,6 +1,6 @@
 """One prefill and one decode worker, the same two with a decode worker that converts, and two workers that do both.
 
-    python -m bench.pd [--requests 40] [--rounds 3] [--load 0.65] [--step 0.06] [--json FILE]
+    python -m bench.pd [--requests 40] [--rounds 3] [--load 0.65] [--step 0.07] [--json FILE]
 
 Four workers serve SmolLM2 on the CPU, each with one thread, behind three gateways. In every round each gateway gets the
 same long prompts at the same times, in turns, while the other workers rest; a `cache_salt` of its own keeps what came
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--load", type=float, default=0.65, help="share of the prefill worker's time (%(default)s)")
     parser.add_argument("--rate", type=float, help="requests per second, whatever share that is")
-    parser.add_argument("--step", type=float, default=0.06, help="longest step with a converted prompt (%(default)s s)")
+    parser.add_argument("--step", type=float, default=0.07, help="longest step with a converted prompt (%(default)s s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, run_fleets(Path(folder), options.step) as (urls, prefill):
