@@ -31,7 +31,8 @@ from tandem_sim.profiles import WorkerProfile
 from tandem_sim.replay import GATEWAY_SECONDS, Setting, Simulation
 from tandem_sim.traces import Arrival
 
-from bench.autoscaling.live import Stream, make_prompt, measure_batch, measure_step, replay, stream
+from bench.autoscaling.live import Stream, answer, measure_batch, measure_step, replay
+from bench.streams import make_prompt
 from tests.clients.stack import Stack, run_stack
 from tests.tandem_worker.process.conftest import WorkerProcess
 
@@ -90,7 +91,7 @@ def main() -> None:
 def measure(stack: Stack, repeats: int) -> Measured:
     chance = random.Random(1)
     for _ in range(2):  # first requests take longer
-        asyncio.run(stream(stack.url, make_prompt(64, chance), 16))
+        asyncio.run(answer(stack.url, make_prompt(64, chance), 16))
     services: dict[int, float] = {}
     waits: list[float] = []
     for tokens in PROMPTS:
@@ -148,7 +149,7 @@ def _fit(terms: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[f
 def _time_prompt(stack: Stack, tokens: int, chance: random.Random) -> tuple[float, float]:
     """Seconds that the prefill worker is busy with a prompt, and until the first token is there."""
     before = float(_read(stack.workers["prefill"])["busySecondsTotal"])
-    seen = asyncio.run(stream(stack.url, make_prompt(tokens, chance), 1))
+    seen = asyncio.run(answer(stack.url, make_prompt(tokens, chance), 1))
     return _await_growth(stack.workers["prefill"], before), seen.first
 
 
@@ -161,14 +162,14 @@ async def _time_prompt_beside(
     async with _keep_busy(stack.url, 16, 600, 2, chance):
         for _ in range(repeats):
             before = float(_read(stack.workers["prefill"])["busySecondsTotal"])
-            await stream(stack.url, make_prompt(tokens, chance), 1)
+            await answer(stack.url, make_prompt(tokens, chance), 1)
             seen.append(await asyncio.to_thread(_await_growth, stack.workers["prefill"], before))
     return max(1.0, float(np.median(seen)) / services[tokens])
 
 
 async def _time_step_beside(stack: Stack, alone: float, chance: random.Random) -> float:
     """Of a step of three streams while prompts are computed, as a multiple of what it takes alone."""
-    streams = asyncio.gather(*(stream(stack.url, make_prompt(16, chance), TOKENS) for _ in range(3)))
+    streams = asyncio.gather(*(answer(stack.url, make_prompt(16, chance), TOKENS) for _ in range(3)))
     await asyncio.sleep(0.3)  # they decode
     async with _keep_busy(stack.url, 256, 1, 1, chance):
         results = await streams
@@ -181,7 +182,7 @@ async def _keep_busy(url: str, prompt: int, output: int, streams: int, chance: r
 
     async def repeat() -> None:
         while True:
-            await stream(url, make_prompt(prompt, chance), output)
+            await answer(url, make_prompt(prompt, chance), output)
 
     tasks = [asyncio.create_task(repeat()) for _ in range(streams)]
     await asyncio.sleep(0.5)

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
-from bench.pd.load import OUTPUT, PROMPTS, Answer, make_load, replay, stream
+from bench.pd.load import OUTPUT, PROMPTS, Answer, ask_for, make_load, replay
 from e2e.model import find_model
 from tests.clients.stack import MODEL, run_gateway
 from tests.tandem_worker.process.conftest import WorkerProcess, await_ready, run_worker
@@ -105,7 +105,7 @@ def find_rate(prefill: WorkerProcess, url: str, load: float) -> float:
     asks = make_load(WARM_UPS, 1.0, seed=11)
     before = _busy(prefill)
     for ask in asks:
-        asyncio.run(stream(url, ask.prompt, "rate", output=4))
+        asyncio.run(ask_for(url, ask.prompt, "rate", output=4))
     time.sleep(0.2)
     seconds = (_busy(prefill) - before) / sum(len(ask.prompt) for ask in asks)
     return load / (seconds * sum(PROMPTS) / 2)
@@ -139,7 +139,7 @@ def serve(urls: dict[str, str], rate: float, requests: int, rounds: int) -> dict
     seen = {fleet: Seen() for fleet in FLEETS}
     for fleet, url in urls.items():
         for index, ask in enumerate(make_load(WARM_UPS, rate, seed=12)):
-            asyncio.run(stream(url, ask.prompt, f"warm {fleet} {index}"))
+            asyncio.run(ask_for(url, ask.prompt, f"warm {fleet} {index}"))
     for number in range(rounds):
         asks = make_load(requests, rate, seed=number)
         for fleet in FLEETS[number % 3 :] + FLEETS[: number % 3]:

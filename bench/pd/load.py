@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from urllib.parse import urlsplit
 
-MODEL = "smollm2"
-_LARGEST_TOKEN = 40_000
+from bench.streams import make_prompt, send_on_time, stream
+
 PROMPTS = (600, 1200)
 """Tokens, all lengths between them equally often."""
 OUTPUT = 64
@@ -47,53 +44,22 @@ def make_load(requests: int, rate: float, seed: int) -> list[Ask]:
     at, asks = 0.0, list[Ask]()
     for _ in range(requests):
         tokens = chance.randint(*PROMPTS)
-        asks.append(Ask(at, tuple(chance.randrange(100, _LARGEST_TOKEN) for _ in range(tokens))))
+        asks.append(Ask(at, tuple(make_prompt(tokens, chance))))
         at += chance.expovariate(rate)
     return asks
 
 
 async def replay(url: str, asks: Sequence[Ask], salt: str) -> list[Answer]:
     """Send each request at its time. With another `salt` nothing is cached of what was sent before."""
-    began = time.perf_counter()
-
-    async def send(ask: Ask) -> Answer:
-        await asyncio.sleep(max(0.0, ask.at - (time.perf_counter() - began)))
-        return await stream(url, ask.prompt, salt)
-
-    return list(await asyncio.gather(*map(send, asks)))
+    return await send_on_time([ask.at for ask in asks], lambda number: ask_for(url, asks[number].prompt, salt))
 
 
-async def stream(url: str, prompt: Sequence[int], salt: str, *, output: int = OUTPUT) -> Answer:
-    """One streamed completion of exactly so many tokens. Raises RuntimeError where it is not answered in full."""
-    place = urlsplit(url)
-    payload = json.dumps(
-        {
-            "model": MODEL,
-            "prompt": list(prompt),
-            "max_tokens": output,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-            "cache_salt": salt,
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
-    sent = time.perf_counter()
-    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
-    writer.write(head.encode() + payload)
-    received, times = bytearray(), list[float]()
-    while piece := await reader.read(1 << 16):
-        received += piece
-        times += [time.perf_counter()] * (received.count(b'"text"') - len(times))
-    writer.close()
-    if b"data: [DONE]" not in received or not times:
-        raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
-    fields, _, _ = received.partition(b"\r\n\r\n")
-    named = [line for line in fields.decode().split("\r\n") if line.startswith("x-tandem-prefill-worker: ")]
-    events = [json.loads(line[6:]) for line in received.decode().splitlines() if line.startswith("data: {")]
+async def ask_for(url: str, prompt: Sequence[int], salt: str, *, output: int = OUTPUT) -> Answer:
+    """One answer of exactly so many tokens. Raises RuntimeError where it does not come in full."""
+    streamed = await stream(url, prompt, output, cache_salt=salt)
+    lines = streamed.received.decode().splitlines()
+    named = [line.partition(": ")[2] for line in lines if line.startswith("x-tandem-prefill-worker: ")]
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     text = "".join(choice["text"] for event in events for choice in event["choices"])
-    gaps = tuple(after - before for before, after in pairwise(times))
-    return Answer(times[0] - sent, gaps, text, named[0].partition(": ")[2] if named else "")
+    gaps = tuple(after - before for before, after in pairwise(streamed.times))
+    return Answer(streamed.times[0] - streamed.sent, gaps, text, named[0] if named else "")
