@@ -134,7 +134,7 @@ def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -
     rig, tier = make(scheduler={"max_running_requests": 1})
     rig.submit("a", PROMPT, max_tokens=1)
     tier.await_start()
-    assert rig.engine.stats().queued_requests >= 0
+    assert rig.engine.stats().queued_requests == 1  # what loads is still in the queue
     rig.submit("b", OTHER, max_tokens=60)
     rig.out.wait_tokens("b", 1)
     rig.submit("c", OTHER[:5], max_tokens=1)
