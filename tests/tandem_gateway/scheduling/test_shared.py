@@ -53,6 +53,37 @@ def test_holders_and_shared_entries_are_bounded() -> None:
     assert index.count_shared([0, 10**6, 9**9]) == 0
 
 
+def make_shared(index: PrefixIndex, *start: int) -> SharedPrefix:
+    """Prompts that part after `start`."""
+    for session in range(BRANCHES + 1):
+        index.record([*start, start[-1] * 10**6 + session], (make_endpoint(),), 0.0)
+    shared = index.find_shared(start[-1])
+    assert shared is not None
+    return shared
+
+
+def test_a_prefix_that_is_shared_no_more_keeps_nobody() -> None:
+    """Entries of the index name it for as long as they are there: a client could fill the memory with such."""
+    index, late = PrefixIndex(), make_endpoint("late")
+    shared = make_shared(index, 1)
+    for system in range(2, MAX_SHARED + 2):
+        make_shared(index, system)
+    assert not shared.live
+    index.share(shared, (Holding(late, 0.0),))
+    assert not shared.holders
+
+
+def test_what_a_used_prefix_begins_with_is_used_too() -> None:
+    index = PrefixIndex()
+    make_shared(index, 1)
+    inner = make_shared(index, 1, 2)
+    for system in range(3, MAX_SHARED + 3):
+        make_shared(index, system)
+        index.record([1, 2, 10**12 + system], (make_endpoint(),), 0.0)
+    assert index.find_shared(2) is inner
+    assert index.find_shared(1) is inner.parent
+
+
 def test_a_conversation_goes_to_who_has_its_system_prompt_while_few_want_it() -> None:
     """Of 64 workers one application in fifty needs a few, not all: each other one would compute its prompt again."""
     scheduler = make_scheduler(*(make_worker(f"d{n}") for n in range(64)))

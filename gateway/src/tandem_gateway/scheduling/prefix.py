@@ -212,12 +212,12 @@ class PrefixIndex:
         return holders[-1]
 
     def share(self, shared: SharedPrefix | None, holdings: Iterable[Holding]) -> None:
-        """These have what many prompts begin with, and so what that begins with."""
-        if shared is not None and shared.live:
-            self._shared[shared.entry] = self._shared.pop(shared.entry)
+        """These have what many prompts begin with, and so what that begins with, which is used as lately."""
         while shared is not None:
-            for holding in holdings:
-                shared.hold(holding)
+            if shared.live:
+                self._shared[shared.entry] = self._shared.pop(shared.entry)
+                for holding in holdings:
+                    shared.hold(holding)
             shared = shared.parent
 
     def find_shared(self, entry: int) -> SharedPrefix | None:
@@ -245,7 +245,7 @@ class PrefixIndex:
             for holding in self._young.get(entry) or self._old.get(entry) or ():
                 shared.hold(holding)
             if len(self._shared) > MAX_SHARED:
-                self._shared.pop(next(iter(self._shared))).live = False
+                self._shared.pop(next(iter(self._shared))).retire()
         if len(branches) > _MAX_BRANCHES:
             self._branches = dict(list(branches.items())[_MAX_BRANCHES // 2 :])
         return shared
