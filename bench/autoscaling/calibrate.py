@@ -31,7 +31,8 @@ from tandem_sim.profiles import WorkerProfile
 from tandem_sim.replay import GATEWAY_SECONDS, Setting, Simulation
 from tandem_sim.traces import Arrival
 
-from bench.autoscaling.live import Stream, make_prompt, measure_batch, measure_step, replay, stream
+from bench.autoscaling.live import Stream, measure_batch, measure_step, replay, stream
+from bench.completions import make_prompt
 from tests.clients.stack import Stack, run_stack
 from tests.tandem_worker.process.conftest import WorkerProcess
 

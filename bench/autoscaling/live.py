@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from tandem_sim.traces import Arrival
 
-MODEL = "smollm2"
-_LARGEST_TOKEN = 40_000
+from bench.completions import ask, make_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +47,10 @@ def measure_step(streams: Sequence[Stream]) -> float:
     return (end - begin) / steps
 
 
-def make_prompt(tokens: int, chance: random.Random) -> list[int]:
-    """Token ids that begin like no other prompt."""
-    return [chance.randrange(100, _LARGEST_TOKEN) for _ in range(tokens)]
-
-
 async def stream(url: str, prompt: Sequence[int], output: int) -> Stream:
     """One streamed completion of exactly so many tokens. Raises RuntimeError where it is not answered in full."""
-    place = urlsplit(url)
-    body = {
-        "model": MODEL, "prompt": list(prompt), "max_tokens": output, "temperature": 0, "stream": True,
-        "ignore_eos": True,
-    }  # fmt: skip
-    payload = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
-    sent = time.perf_counter()
-    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
-    writer.write(head.encode() + payload)
-    received, times = bytearray(), list[float]()
-    while piece := await reader.read(1 << 16):
-        received += piece
-        times += [time.perf_counter()] * (received.count(b'"text"') - len(times))
-    writer.close()
-    if b"data: [DONE]" not in received or not times:
-        raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
-    return Stream(sent, output, tuple(times))
+    received = await ask(url, prompt, output)
+    return Stream(received.sent, output, received.times)
 
 
 async def measure_batch(url: str, prompt: int, streams: int, output: int, chance: random.Random) -> float:

@@ -9,10 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from urllib.parse import urlsplit
 
-MODEL = "smollm2"
-_LARGEST_TOKEN = 40_000
+from bench.completions import ask, make_prompt
+
 PROMPTS = (600, 1200)
 """Tokens, all lengths between them equally often."""
 OUTPUT = 64
@@ -47,7 +46,7 @@ def make_load(requests: int, rate: float, seed: int) -> list[Ask]:
     at, asks = 0.0, list[Ask]()
     for _ in range(requests):
         tokens = chance.randint(*PROMPTS)
-        asks.append(Ask(at, tuple(chance.randrange(100, _LARGEST_TOKEN) for _ in range(tokens))))
+        asks.append(Ask(at, tuple(make_prompt(tokens, chance))))
         at += chance.expovariate(rate)
     return asks
 
@@ -65,35 +64,11 @@ async def replay(url: str, asks: Sequence[Ask], salt: str) -> list[Answer]:
 
 async def stream(url: str, prompt: Sequence[int], salt: str, *, output: int = OUTPUT) -> Answer:
     """One streamed completion of exactly so many tokens. Raises RuntimeError where it is not answered in full."""
-    place = urlsplit(url)
-    payload = json.dumps(
-        {
-            "model": MODEL,
-            "prompt": list(prompt),
-            "max_tokens": output,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-            "cache_salt": salt,
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
-    sent = time.perf_counter()
-    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
-    writer.write(head.encode() + payload)
-    received, times = bytearray(), list[float]()
-    while piece := await reader.read(1 << 16):
-        received += piece
-        times += [time.perf_counter()] * (received.count(b'"text"') - len(times))
-    writer.close()
-    if b"data: [DONE]" not in received or not times:
-        raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
-    fields, _, _ = received.partition(b"\r\n\r\n")
+    received = await ask(url, prompt, output, cache_salt=salt)
+    times = received.times
+    fields, _, _ = received.data.partition(b"\r\n\r\n")
     named = [line for line in fields.decode().split("\r\n") if line.startswith("x-tandem-prefill-worker: ")]
-    events = [json.loads(line[6:]) for line in received.decode().splitlines() if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in received.data.decode().splitlines() if line.startswith("data: {")]
     text = "".join(choice["text"] for event in events for choice in event["choices"])
     gaps = tuple(after - before for before, after in pairwise(times))
-    return Answer(times[0] - sent, gaps, text, named[0].partition(": ")[2] if named else "")
+    return Answer(times[0] - received.sent, gaps, text, named[0].partition(": ")[2] if named else "")
