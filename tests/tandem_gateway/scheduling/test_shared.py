@@ -4,7 +4,14 @@ from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.prefix import BRANCHES, MAX_SHARED, PrefixIndex
 from tandem_gateway.scheduling.shared import MAX_SHARERS, SharedPrefix
 
-from tests.tandem_gateway.scheduling.fleet import make_chain, make_demand, make_endpoint, make_scheduler, make_worker
+from tests.tandem_gateway.scheduling.fleet import (
+    count_shared,
+    make_chain,
+    make_demand,
+    make_endpoint,
+    make_scheduler,
+    make_worker,
+)
 
 
 def test_all_holders_are_found_in_turns() -> None:
@@ -49,8 +56,8 @@ def test_holders_and_shared_entries_are_bounded() -> None:
         for session in range(BRANCHES + 1):
             index.record([system, 10**6 + system, 10**7 + system * 100 + session], (endpoint,), 0.0)
     assert len(index._shared) == MAX_SHARED
-    assert index.count_shared([MAX_SHARED + 4, 10**6 + MAX_SHARED + 4, 9**9]) == 2
-    assert index.count_shared([0, 10**6, 9**9]) == 0
+    assert count_shared(index, [MAX_SHARED + 4, 10**6 + MAX_SHARED + 4, 9**9]) == 2
+    assert count_shared(index, [0, 10**6, 9**9]) == 0
 
 
 def make_shared(index: PrefixIndex, *start: int) -> SharedPrefix:

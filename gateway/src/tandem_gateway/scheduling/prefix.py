@@ -224,13 +224,6 @@ class PrefixIndex:
         """What ends with this entry, where many prompts begin with it."""
         return self._shared.get(entry)
 
-    def count_shared(self, chain: list[int]) -> int:
-        """How many leading entries many prompts share, the end of a system prompt being the last: what comes after them
-        stands for a conversation that has no other name.
-        """
-        shared = self.locate(chain)[1]
-        return 0 if shared is None else shared.depth
-
     def holds(self, entry: int, endpoint: Endpoint) -> bool:
         """Whether this gateway has lately sent there what ends with this entry."""
         holders = self._young.get(entry)
