@@ -32,7 +32,7 @@ from tandem_sim.replay import GATEWAY_SECONDS, Setting, Simulation
 from tandem_sim.traces import Arrival
 
 from bench.autoscaling.live import Stream, answer, measure_batch, measure_step, replay
-from bench.streams import make_prompt
+from bench.completions import make_prompt
 from tests.clients.stack import Stack, run_stack
 from tests.tandem_worker.process.conftest import WorkerProcess
 

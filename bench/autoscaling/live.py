@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tandem_sim.traces import Arrival
 
-from bench.streams import make_prompt, send_on_time, stream
+from bench.completions import ask, make_prompt, send_on_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def measure_step(streams: Sequence[Stream]) -> float:
 
 async def answer(url: str, prompt: Sequence[int], output: int) -> Stream:
     """One streamed completion of exactly so many tokens. Raises RuntimeError where it is not answered in full."""
-    streamed = await stream(url, prompt, output)
+    streamed = await ask(url, prompt, output)
     return Stream(streamed.sent, output, streamed.times)
 
 

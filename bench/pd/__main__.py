@@ -32,19 +32,19 @@ APART, CONVERTIBLE, AGGREGATED = "apart", "convertible", "aggregated"
 FLEETS = (APART, CONVERTIBLE, AGGREGATED)
 ROLES = {"prefill-0": "prefill", "decode-0": "decode", "unified-0": "unified", "unified-1": "unified"}
 GAP_GOAL = 0.25
-"""Of the aggregated workers' p99 between tokens."""
+"""Share of the aggregated workers' p99 between tokens."""
 FIRST_GOAL = 1.1
-"""Of their p90 to the first token."""
+"""The same of their p90 to the first token."""
 WARM_UPS = 6
 """Prompts that each gateway gets before: it learns how fast its workers are."""
 
 
 @dataclass
 class Seen:
-    """Of one fleet."""
+    """What clients of one fleet saw."""
 
     answers: list[list[Answer]] = field(default_factory=list[list[Answer]])
-    """By round, in the order of the requests."""
+    """A list for each round, in the order of the requests."""
 
     def describe(self) -> dict[str, Any]:
         answers = [answer for each in self.answers for answer in each]

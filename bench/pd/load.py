@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.streams import make_prompt, send_on_time, stream
+from bench.completions import ask, make_prompt, send_on_time
 
 PROMPTS = (600, 1200)
 """Tokens, all lengths between them equally often."""
@@ -56,8 +56,8 @@ async def replay(url: str, asks: Sequence[Ask], salt: str) -> list[Answer]:
 
 async def ask_for(url: str, prompt: Sequence[int], salt: str, *, output: int = OUTPUT) -> Answer:
     """One answer of exactly so many tokens. Raises RuntimeError where it does not come in full."""
-    streamed = await stream(url, prompt, output, cache_salt=salt)
-    lines = streamed.received.decode().splitlines()
+    streamed = await ask(url, prompt, output, cache_salt=salt)
+    lines = streamed.data.decode().splitlines()
     named = [line.partition(": ")[2] for line in lines if line.startswith("x-tandem-prefill-worker: ")]
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     text = "".join(choice["text"] for event in events for choice in event["choices"])

@@ -37,9 +37,9 @@ MAX_COPIES = 4
 
 REQUESTS = 12_000
 AGENTS = 35
-"""Of each worker: perfect greedy has half of the workers' time to spare then."""
+"""For each worker: perfect greedy has half of the workers' time to spare then."""
 AGENTS_TURNS = 4
-"""Of each agent at least, in the mean."""
+"""Turns of each agent at least, in the mean."""
 
 Build = Callable[[Fleet], Policy]
 

@@ -180,7 +180,7 @@ class Tandem:
         self._plan(result.end, end)
 
     def predicted_share(self) -> float:
-        """Of the first tokens, those that came within a fifth of what was predicted."""
+        """Share of the first tokens that came within a fifth of what was predicted."""
         right = sum(told is not None and 0.8 * seen <= told <= 1.25 * seen for told, seen in self.predictions)
         return right / max(1, len(self.predictions))
 

@@ -29,7 +29,7 @@ class Replay:
         return float(np.array(self.hit)[late].sum() / max(1, np.array(self.prompt)[late].sum()))
 
     def computed_tokens(self) -> int:
-        """Of all prompts, those that were not cached."""
+        """Tokens of all prompts that were not cached."""
         return sum(self.prompt) - sum(self.hit)
 
     def ttft_at(self, percent: float) -> float:
@@ -40,7 +40,7 @@ class Replay:
 
 
 class Load(Protocol):
-    """Where requests come from."""
+    """What requests come from."""
 
     def pop(self) -> Arrival | None:
         """The next one by time; None: there are no more."""

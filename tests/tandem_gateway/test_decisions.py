@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -59,6 +60,15 @@ async def test_attempts_are_decisions(start_gateway, start_worker, fault, chat) 
     assert (before["attempt"], before["decode"], before["status"]) == (1, "d1", None)
     assert newest["requestId"] == before["requestId"]
     assert len(first[0]["candidates"][0]["decode"]) == 2
+
+
+async def test_who_looks_puts_nothing_into_queues(start_gateway, start_worker) -> None:
+    running = await start_gateway(await start_worker("d1"))
+    (endpoint,) = running.gateway.scheduler.endpoints.values()
+    endpoint.tell(500, asyncio.get_running_loop().time())
+    for _ in range(3):
+        await look(running, BODY)
+    assert endpoint.told == 500
 
 
 async def test_where_a_request_would_go(start_gateway, start_worker, chat) -> None:

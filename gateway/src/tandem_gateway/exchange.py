@@ -362,6 +362,8 @@ class Exchange:
         if choice is not None or not occupied:
             return choice, occupied
         closed = isolation.find_closed(now) if now < self._isolate_by else _NO_NAMES
+        if len(closed) == len(occupied):
+            return None, closed  # the same ones
         return scheduler.choose(demand, now, kept_from | closed), closed
 
     def _join_queue(self, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Demand, Endpoint, Scheduler, Worker
+from tandem_gateway.scheduling.prefix import PrefixIndex
 from xxhash import xxh3_64_intdigest
 
 D, P = Role.DECODE, Role.PREFILL
@@ -33,6 +34,12 @@ def make_chain(session: int, chunks: int, *, shared: int = 0) -> list[int]:
         xxh3_64_intdigest(f"{index}".encode() if index < shared else f"{session} {shared} {index}".encode())
         for index in range(chunks)
     ]
+
+
+def count_shared(index: PrefixIndex, chain: list[int]) -> int:
+    """How many leading entries many prompts share."""
+    shared = index.locate(chain)[1]
+    return 0 if shared is None else shared.depth
 
 
 def serve(scheduler: Scheduler, demand: Demand, now: float = 0.0) -> tuple[str, ...]:

@@ -91,13 +91,13 @@ def test_nothing_is_assumed_of_a_worker_whose_speed_is_unknown() -> None:
     assert endpoint.prefill_tokens == 2000
 
 
-def test_the_backlog_shrinks_while_the_worker_computes() -> None:
+def test_the_queue_shrinks_while_the_worker_computes() -> None:
     endpoint = make()
     learn(endpoint, 1000)
     Reservation(endpoint, endpoint, prefill_tokens=4000, decode_tokens=4, now=10.0)
-    assert endpoint.backlog(10.0) == 4001
-    assert endpoint.backlog(12.0) == 2001
-    assert endpoint.backlog(99.0) == 401  # never all of it: the first token tells
+    assert endpoint.find_queue(10.0) == 4000
+    assert endpoint.find_queue(12.0) == 2000
+    assert endpoint.find_queue(99.0) == 400  # never all of it: the first token tells
 
 
 def test_speed_is_learned_from_first_tokens_with_all_that_was_ahead() -> None:

@@ -18,7 +18,7 @@ from tandem_gateway.scheduling.prefix import (
     build_parent,
 )
 
-from tests.tandem_gateway.scheduling.fleet import make_chain, make_endpoint
+from tests.tandem_gateway.scheduling.fleet import count_shared, make_chain, make_endpoint
 
 
 @pytest.fixture
@@ -120,10 +120,10 @@ def test_a_holding_ends_with_its_worker_and_when_the_worker_says_so(workers: lis
 def test_what_many_prompts_share_is_known_as_shared(workers: list[Endpoint]) -> None:
     index = PrefixIndex()
     for session in range(BRANCHES + 1):
-        assert index.count_shared(make_chain(session, 6, shared=3)) == 0
+        assert count_shared(index, make_chain(session, 6, shared=3)) == 0
         index.record(make_chain(session, 6, shared=3), (workers[0],), 0.0)
-    assert index.count_shared(make_chain(99, 6, shared=3)) == 3
-    assert index.count_shared(make_chain(99, 2, shared=0)) == 0
+    assert count_shared(index, make_chain(99, 6, shared=3)) == 3
+    assert count_shared(index, make_chain(99, 2, shared=0)) == 0
 
 
 def test_the_index_has_room_for_what_the_caches_hold() -> None:

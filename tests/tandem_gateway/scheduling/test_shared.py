@@ -4,7 +4,14 @@ from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.prefix import BRANCHES, MAX_SHARED, PrefixIndex
 from tandem_gateway.scheduling.shared import MAX_SHARERS, SharedPrefix
 
-from tests.tandem_gateway.scheduling.fleet import make_chain, make_demand, make_endpoint, make_scheduler, make_worker
+from tests.tandem_gateway.scheduling.fleet import (
+    count_shared,
+    make_chain,
+    make_demand,
+    make_endpoint,
+    make_scheduler,
+    make_worker,
+)
 
 
 def test_all_holders_are_found_in_turns() -> None:
@@ -49,8 +56,39 @@ def test_holders_and_shared_entries_are_bounded() -> None:
         for session in range(BRANCHES + 1):
             index.record([system, 10**6 + system, 10**7 + system * 100 + session], (endpoint,), 0.0)
     assert len(index._shared) == MAX_SHARED
-    assert index.count_shared([MAX_SHARED + 4, 10**6 + MAX_SHARED + 4, 9**9]) == 2
-    assert index.count_shared([0, 10**6, 9**9]) == 0
+    assert count_shared(index, [MAX_SHARED + 4, 10**6 + MAX_SHARED + 4, 9**9]) == 2
+    assert count_shared(index, [0, 10**6, 9**9]) == 0
+
+
+def make_shared(index: PrefixIndex, *start: int) -> SharedPrefix:
+    """Prompts that part after `start`."""
+    for session in range(BRANCHES + 1):
+        index.record([*start, start[-1] * 10**6 + session], (make_endpoint(),), 0.0)
+    shared = index.find_shared(start[-1])
+    assert shared is not None
+    return shared
+
+
+def test_a_prefix_that_is_shared_no_more_keeps_nobody() -> None:
+    """Entries of the index name it for as long as they are there: a client could fill the memory with such."""
+    index, late = PrefixIndex(), make_endpoint("late")
+    shared = make_shared(index, 1)
+    for system in range(2, MAX_SHARED + 2):
+        make_shared(index, system)
+    assert not shared.live
+    index.share(shared, (Holding(late, 0.0),))
+    assert not shared.holders
+
+
+def test_what_a_used_prefix_begins_with_is_used_too() -> None:
+    index = PrefixIndex()
+    make_shared(index, 1)
+    inner = make_shared(index, 1, 2)
+    for system in range(3, MAX_SHARED + 3):
+        make_shared(index, system)
+        index.record([1, 2, 10**12 + system], (make_endpoint(),), 0.0)
+    assert index.find_shared(2) is inner
+    assert index.find_shared(1) is inner.parent
 
 
 def test_a_conversation_goes_to_who_has_its_system_prompt_while_few_want_it() -> None:

@@ -19,6 +19,14 @@ def test_names_are_told_for_a_while_oldest_first() -> None:
     assert names.recent() == []
 
 
+def test_workers_without_a_name_of_their_own_go_by_their_addresses() -> None:
+    names = PromptNames(lambda: 0.0)
+    told = ["a" * 32 + address for address in ("10.0.0.7:8000", "[fd00::7]:8000", "gpu-1.rack_2:8000")]
+    for name in told:
+        names.add(name)
+    assert names.recent() == told
+
+
 def test_whatever_is_sent_the_sample_stays_small() -> None:
     names = PromptNames(lambda: 0.0)
     for bad in ("", " ", 'x"y', "é", "a\n", "x" * (MAX_PROMPT_NAME + 1)):

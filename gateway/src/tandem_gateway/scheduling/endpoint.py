@@ -226,10 +226,6 @@ class Endpoint:
         own = tokens - (done if done < most else most)
         return told if told > own else own
 
-    def backlog(self, now: float) -> float:
-        """Its load, less what it has probably computed of its prompts."""
-        return self.find_queue(now) + DECODE_WEIGHT * self.decode_tokens
-
     def tell(self, queued: float, now: float) -> None:
         """The worker says how many prompt tokens are in its queue."""
         others = int(queued - self.prefill_tokens)

@@ -56,8 +56,6 @@ class Reservation:
         if prefill.prefill_tokens or prefill.told:
             self.work = work = prefill_tokens + prefill.find_queue(now)
         """Prompt tokens to compute before its first token, its own included."""
-        if prefill.told:
-            prefill.add_told(prefill_tokens, now)
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1

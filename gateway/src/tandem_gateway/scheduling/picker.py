@@ -229,7 +229,7 @@ def _rank(
         known = count_cached(homes[0], cached, shared, shared_tokens)
         costs[homes[0]] -= unseen * weight * max(0, prompt - known)
     for endpoint in costs:
-        if endpoint.prefill_tokens or endpoint.told:  # inlined `Endpoint.backlog`
+        if endpoint.prefill_tokens or endpoint.told:  # its load, less what it has probably computed of its prompts
             costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens
         else:
             costs[endpoint] += endpoint.load

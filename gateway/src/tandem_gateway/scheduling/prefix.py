@@ -212,24 +212,17 @@ class PrefixIndex:
         return holders[-1]
 
     def share(self, shared: SharedPrefix | None, holdings: Iterable[Holding]) -> None:
-        """These have what many prompts begin with, and so what that begins with."""
-        if shared is not None and shared.live:
-            self._shared[shared.entry] = self._shared.pop(shared.entry)
+        """These have what many prompts begin with, and so what that begins with, which is used as lately."""
         while shared is not None:
-            for holding in holdings:
-                shared.hold(holding)
+            if shared.live:
+                self._shared[shared.entry] = self._shared.pop(shared.entry)
+                for holding in holdings:
+                    shared.hold(holding)
             shared = shared.parent
 
     def find_shared(self, entry: int) -> SharedPrefix | None:
         """What ends with this entry, where many prompts begin with it."""
         return self._shared.get(entry)
-
-    def count_shared(self, chain: list[int]) -> int:
-        """How many leading entries many prompts share, the end of a system prompt being the last: what comes after them
-        stands for a conversation that has no other name.
-        """
-        shared = self.locate(chain)[1]
-        return 0 if shared is None else shared.depth
 
     def holds(self, entry: int, endpoint: Endpoint) -> bool:
         """Whether this gateway has lately sent there what ends with this entry."""
@@ -245,7 +238,7 @@ class PrefixIndex:
             for holding in self._young.get(entry) or self._old.get(entry) or ():
                 shared.hold(holding)
             if len(self._shared) > MAX_SHARED:
-                self._shared.pop(next(iter(self._shared))).live = False
+                self._shared.pop(next(iter(self._shared))).retire()
         if len(branches) > _MAX_BRANCHES:
             self._branches = dict(list(branches.items())[_MAX_BRANCHES // 2 :])
         return shared

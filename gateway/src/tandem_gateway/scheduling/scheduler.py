@@ -233,6 +233,8 @@ class Scheduler:
             stream=demand.stream,
             conversion=choice.conversion,
         )
+        if prefill.told:
+            prefill.add_told(choice.uncached_tokens, now)
         if choice.decode.health.probe is WANTED:
             self._begin_probe(choice.decode, reservation, now)
         if prefill.health.probe is WANTED:

@@ -66,6 +66,12 @@ class SharedPrefix:
                 self._order[place] = endpoint
         self.holders[endpoint] = holding
 
+    def retire(self) -> None:
+        """It is counted no longer. Entries of the index name it still, so it keeps nobody."""
+        self.live = False
+        self.holders.clear()
+        self._order.clear()
+
     def has(self, endpoint: Endpoint) -> bool:
         """Whether this worker probably has it."""
         holding = self.holders.get(endpoint)

@@ -14,7 +14,7 @@ KEPT_SECONDS = 11.0
 MAX_BYTES = 4 * 1024
 """Most bytes of all names together; the newest are told. The other figures of a sample, those of many ranks among them,
 have the rest of what a gateway reads."""
-_NAME = re.compile(rf"[0-9A-Za-z._/-]{{1,{MAX_PROMPT_NAME}}}")
+_NAME = re.compile(rf"[0-9A-Za-z._/:\[\]-]{{1,{MAX_PROMPT_NAME}}}")
 
 
 class PromptNames:

@@ -1,4 +1,4 @@
-"""Streamed completions of exactly so many tokens, sent at given times, and when their text came to the client."""
+"""Streamed completions of exactly so many tokens, sent at given times, and when their text came."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """An answer that is complete."""
+class Received:
+    """One answer. Seconds by one clock."""
 
     sent: float
-    """When the request was sent, in seconds by one clock."""
     times: tuple[float, ...]
     """When text came. Several events of one read have the same time."""
-    received: bytes
-    """Head and body of the response."""
+    data: bytes
+    """The whole answer, its header included."""
 
 
 def make_prompt(tokens: int, chance: random.Random) -> list[int]:
@@ -33,14 +32,13 @@ def make_prompt(tokens: int, chance: random.Random) -> list[int]:
     return [chance.randrange(100, _LARGEST_TOKEN) for _ in range(tokens)]
 
 
-async def stream(url: str, prompt: Sequence[int], output: int, **more: object) -> Streamed:
-    """One streamed completion of exactly `output` tokens; `more` are further fields of the request. Raises RuntimeError
-    where it is not answered in full."""
+async def ask(url: str, prompt: Sequence[int], output: int, **more: object) -> Received:
+    """So many tokens after `prompt`; `more` goes into the body. Raises RuntimeError where the answer is incomplete."""
     place = urlsplit(url)
     body = {
         "model": MODEL, "prompt": list(prompt), "max_tokens": output, "temperature": 0, "stream": True,
-        "ignore_eos": True,
-    } | more  # fmt: skip
+        "ignore_eos": True, **more,
+    }  # fmt: skip
     payload = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
@@ -56,7 +54,7 @@ async def stream(url: str, prompt: Sequence[int], output: int, **more: object) -
     writer.close()
     if b"data: [DONE]" not in received or not times:
         raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
-    return Streamed(sent, tuple(times), bytes(received))
+    return Received(sent, tuple(times), bytes(received))
 
 
 async def send_on_time(times: Sequence[float], send: Callable[[int], Awaitable[T]]) -> list[T]:
