@@ -106,7 +106,7 @@ def test_a_system_that_takes_less_than_a_page_is_full(tmp_path: Path, monkeypatc
         return min(len(data), 6000 - offset)
 
     monkeypatch.setattr("tandem_worker.tiers.files.os.pwrite", pwrite)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(OSError, match="nothing more") as raised:
         files.write(-1, memoryview(bytes(3 * 4096)), 0)
     assert raised.value.errno == errno.ENOSPC
 
