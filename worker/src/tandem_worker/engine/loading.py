@@ -47,7 +47,7 @@ class LoadDesk:
             return False
         scheduler = self._scheduler
         blocks = scheduler.blocks
-        if sequence.retry_required > blocks.num_available or not (at_head or self._may_run_ahead()):
+        if sequence.retry_required > scheduler.num_admissible or not (at_head or self._may_run_ahead()):
             return False
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
