@@ -168,6 +168,24 @@ def test_what_was_written_is_told_while_there_is_always_something_to_write(
     rig.close()
 
 
+def test_a_disk_that_freezes_while_it_is_told_what_was_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def rename(source: Path, target: Path, real: Callable[..., None] = os.rename) -> None:
+        release.wait()
+        real(source, target)
+
+    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
+    monkeypatch.setattr(disk, "FROZEN_SECONDS", 0.2)
+    monkeypatch.setattr(disk, "_SAVE_SECONDS", 0.01)
+    rig = DiskRig(tmp_path)
+    wait_until(lambda: rig.tier.stats().reason == "VolumeFrozen")
+    release.set()
+    rig.close()
+
+
 def test_a_clock_that_was_ahead_does_not_stop_writing_for_good() -> None:
     budget = WriteBudget(100, [(3_000_000_000.0, 100)])
     assert budget.admits(reused=False, now=1_800_000_000.0)

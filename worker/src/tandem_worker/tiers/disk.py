@@ -101,7 +101,8 @@ class DiskTier:
         self._flush_until: float | None = None
         self._flushed = threading.Event()
         self._retry_at = 0.0
-        self._opening_since: float | None = None
+        self._asked_since: float | None = None
+        """When the volume was last asked for something besides blocks, while it has not answered."""
         self._saved_at = 0.0
         self._threads: list[threading.Thread] = []
 
@@ -225,10 +226,10 @@ class DiskTier:
     def _run_watch(self) -> None:
         while not self._closed.is_set():
             self._pool.watch_once()
-            opening = self._opening_since
+            asked = self._asked_since
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
-            elif opening is not None and self._clock() - opening > FROZEN_SECONDS:
+            elif asked is not None and self._clock() - asked > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
                 self._check_speed()
@@ -256,7 +257,7 @@ class DiskTier:
 
     def _open(self) -> None:
         """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""
-        self._opening_since = self._clock()
+        self._asked_since = self._clock()
         try:
             self._check_size()
             self._volume.unlock()
@@ -272,7 +273,7 @@ class DiskTier:
             self.health.fail(describe(error, f"the volume at {self._volume.root} cannot be used"))
             return
         finally:
-            self._opening_since = None
+            self._asked_since = None
         self.health.recover()
         self._writer.due()  # whatever has become due meanwhile was told once
         logger.info(
@@ -319,8 +320,11 @@ class DiskTier:
         """For a next process. Without it that has to measure anew, and writes as if nothing had been written."""
         state = _State(seconds_per_block=self._pool.seconds_per_block, written=self._writer.budget.spent)
         path = self._store.folder / _STATE_FILE
+        self._asked_since = self._clock()
         try:
             path.with_suffix(".new").write_text(state.model_dump_json())
             os.rename(path.with_suffix(".new"), path)
         except OSError as error:
             self.health.fail(describe(error, f"{path} cannot be written"))
+        finally:
+            self._asked_since = None
