@@ -339,3 +339,72 @@ def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
     for number, prompt in enumerate(prompts):
         assert rig.out.tokens(f"r{number}") == greedy_answer(prompt, 1)
         assert rig.out.last(f"r{number}").num_cached_tokens == 20
+
+
+def follow(rig: Rig, tier: ScriptedTier, count: int) -> None:
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    for number in range(count):
+        rig.submit(f"b{number}", (*PROMPT, number))
+    wait_until(lambda: len(rig.engine._scheduler.loading) == count + 1)
+
+
+def test_what_is_on_its_way_is_not_loaded_again(make: Make) -> None:
+    rig, tier = make(num_blocks=200)
+    follow(rig, tier, 20)
+    assert rig.engine._scheduler.blocks.num_held == 5
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert len(tier.orders) == 1
+    for number in range(20):
+        assert rig.out.tokens(f"b{number}") == greedy_answer((*PROMPT, number), 8)
+        assert rig.out.last(f"b{number}").num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("ends", ["cut", "aborted", "all aborted"])
+def test_who_waits_for_the_load_of_another_waits_once(make: Make, ends: str) -> None:
+    rig, tier = make(num_blocks=200)
+    follow(rig, tier, 6)
+    rig.engine.abort("b0")
+    if ends == "cut":
+        tier.bring(0, 0, 2)
+    else:
+        rig.engine.abort("a")
+    if ends == "all aborted":
+        for number in range(1, 6):
+            rig.engine.abort(f"b{number}")
+    rig.wait()
+    assert len(tier.orders) == 1
+    if ends != "all aborted":
+        for number in range(1, 6):
+            assert rig.out.tokens(f"b{number}") == greedy_answer((*PROMPT, number), 8)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_another_loads_beyond_the_prompt_is_not_waited_for(make: Make, first: int) -> None:
+    rig, tier = make()
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    rig.submit("b", PROMPT[:9])
+    tier.await_start()
+    assert len(tier.orders[1].names) == 2
+    for index in (first, 1 - first):
+        tier.bring(index, 0, len(tier.orders[index].names))
+    rig.wait()
+    assert rig.out.last("b").num_cached_tokens == 8
+
+
+def test_who_waited_loads_what_comes_after(make: Make) -> None:
+    longer = (*PROMPT, *OTHER)
+    rig, tier = make(has=(PROMPT, longer), num_blocks=100)
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    rig.submit("b", longer)
+    wait_until(lambda: len(rig.engine._scheduler.loading) == 2)
+    tier.bring(0, 0, 5)
+    tier.await_start()
+    assert len(tier.orders[1].names) == 5
+    tier.bring(1, 5, 5)
+    rig.wait()
+    assert rig.out.tokens("b") == greedy_answer(longer, 8)
+    assert rig.out.last("b").num_cached_tokens == 40

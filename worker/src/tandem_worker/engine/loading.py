@@ -28,8 +28,12 @@ class LoadDesk:
     def __init__(self, scheduler: Scheduler, source: BlockSource) -> None:
         self._scheduler, self._source = scheduler, source
         self._numbers = itertools.count(1)
-        self._loading: dict[int, Sequence] = {}
+        self._loading: dict[int, list[Sequence]] = {}
+        """Whose blocks a load writes to, and then those that wait for the same blocks and have none of their own."""
         self._load_of: dict[Sequence, int] = {}
+        self._orders: dict[int, LoadOrder] = {}
+        self._load_from: dict[bytes, int] = {}
+        """The first load under way that begins with a block of this name."""
         self._ahead: dict[Sequence, int] = {}
         """Blocks that were loaded, or are, for sequences that were in no step."""
 
@@ -43,11 +47,13 @@ class LoadDesk:
             return False
         scheduler = self._scheduler
         blocks = scheduler.blocks
-        if sequence.retry_required > blocks.num_available or not (at_head or self._may_run_ahead()):
+        if sequence.retry_required > scheduler.num_admissible or not (at_head or self._may_run_ahead()):
             return False
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
         matched = blocks.match_prefix(names, most)
+        if self._follow(sequence, names, matched, most):
+            return True
         rate = scheduler.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
         run = self._source.find(names[len(matched) : most], seconds_per_block)
@@ -63,15 +69,35 @@ class LoadDesk:
         sequence.load_tried = True
         self._ahead[sequence] = run.count
         load = next(self._numbers)
-        self._loading[load], self._load_of[sequence] = sequence, load
-        self._source.start_load(
-            LoadOrder(
-                load=load,
-                names=tuple(names[len(matched) : total]),
-                block_ids=tuple(sequence.block_ids[len(matched) :]),
-                seconds_per_block=seconds_per_block,
-            )
+        order = LoadOrder(
+            load=load,
+            names=tuple(names[len(matched) : total]),
+            block_ids=tuple(sequence.block_ids[len(matched) :]),
+            seconds_per_block=seconds_per_block,
         )
+        self._loading[load], self._load_of[sequence], self._orders[load] = [sequence], load, order
+        self._load_from.setdefault(order.names[0], load)
+        self._source.start_load(order)
+        return True
+
+    def _follow(self, sequence: Sequence, names: list[bytes], matched: list[int], most: int) -> bool:
+        """Wait for a load under way that brings nothing but what this sequence needs next, instead of loading it again:
+        many that have the same prompt, all at once, would fill memory with copies."""
+        start = len(matched)
+        load = self._load_from.get(names[start]) if start < most else None
+        if load is None:
+            return False
+        order = self._orders[load]
+        end = start + len(order.names)
+        if end > most or names[end - 1] != order.names[-1]:  # equal names have equal ones before them
+            return False
+        scheduler = self._scheduler
+        if scheduler.goes_remote(sequence, sequence.num_tokens - end * scheduler.blocks.block_size):
+            return False
+        if not scheduler.start_loading(sequence, matched, 0):
+            return False
+        self._loading[load].append(sequence)
+        self._load_of[sequence] = load
         return True
 
     def _may_run_ahead(self) -> bool:
@@ -83,16 +109,37 @@ class LoadDesk:
 
     def ended(self, load: int, valid: int) -> None:
         """The source has done what it could. One that was cancelled is ignored."""
-        sequence = self._loading.pop(load, None)
-        if sequence is not None:
-            del self._load_of[sequence]
-            self._scheduler.load_done(sequence, valid)
+        if load in self._loading:
+            whole = valid == len(self._orders[load].names)
+            first, *others = self._forget(load)
+            self._scheduler.load_done(first, valid)
+            self._let_go(others, load_tried=not whole)
 
     def cancel(self, sequence: Sequence) -> None:
         """No byte is written any more for this LOADING sequence, whose blocks are others' next."""
-        load = self._load_of.pop(sequence)
-        del self._loading[load]
+        load = self._load_of[sequence]
+        if self._loading[load][0] is not sequence:
+            self._loading[load].remove(sequence)
+            del self._load_of[sequence]
+            return
+        _, *others = self._forget(load)
         self._source.cancel(load)
+        self._let_go(others, load_tried=True)
+
+    def _forget(self, load: int) -> list[Sequence]:
+        """Whom a load was for."""
+        sequences, first = self._loading.pop(load), self._orders.pop(load).names[0]
+        for sequence in sequences:
+            del self._load_of[sequence]
+        if self._load_from.get(first) == load:
+            del self._load_from[first]
+        return sequences
+
+    def _let_go(self, sequences: list[Sequence], *, load_tried: bool) -> None:
+        """Queue those that waited for a load of another. Nobody waits twice for what does not come."""
+        for sequence in sequences:
+            sequence.load_tried = load_tried
+            self._scheduler.load_done(sequence, 0)
 
 
 class OfferDesk:

@@ -6,7 +6,6 @@ the tier switches itself off, says why, and looks at the volume again every `RET
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -14,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
 from tandem_worker.host.vitals import Vitals
@@ -42,6 +43,15 @@ RETRY_SECONDS = 15.0
 PROBE_BYTES = 2 << 20
 _SAVE_SECONDS = 60.0
 _STATE_FILE = "state.json"
+_MOST_STATE_BYTES = 1 << 16
+
+
+class _State(BaseModel):
+    """What a next process is told."""
+
+    seconds_per_block: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    written: list[tuple[Annotated[float, Field(allow_inf_nan=False)], NonNegativeInt]]
+    """As `WriteBudget.spent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +101,8 @@ class DiskTier:
         self._flush_until: float | None = None
         self._flushed = threading.Event()
         self._retry_at = 0.0
-        self._opening_since: float | None = None
+        self._asked_since: float | None = None
+        """When the volume was last asked for something besides blocks, while it has not answered."""
         self._saved_at = 0.0
         self._threads: list[threading.Thread] = []
 
@@ -119,9 +130,9 @@ class DiskTier:
 
     def flush(self, seconds: float) -> bool:
         """Write what is idle in memory, hottest first, for so long at most. Whether everything was written."""
+        self._flushed.clear()
         if not self.health.on:
             return False
-        self._flushed.clear()
         self._flush_until = self._clock() + seconds
         self._writer.due()
         return self._flushed.wait(seconds) and self.health.on
@@ -197,28 +208,28 @@ class DiskTier:
     def _run_writer(self) -> None:
         while not self._closed.is_set():
             if not self.health.on:
-                self._flushed.set()
                 self._closed.wait(max(0.0, self._retry_at - self._clock()))
                 self._retry_at = self._clock() + RETRY_SECONDS
                 if not self._closed.is_set() and not self._pool.hangs:
                     self._open()
                 continue
-            if not self._writer.wait(_SAVE_SECONDS):
+            if self._writer.wait(_SAVE_SECONDS):
+                self._writer.write_due()
+                if self._flush_until is not None:
+                    self._writer.write_rest(self._flush_until)
+                    self._flush_until = None
+                    self._flushed.set()
+            if self.health.on and self._clock() - self._saved_at >= _SAVE_SECONDS:
+                self._saved_at = self._clock()
                 self._save_state()
-                continue
-            self._writer.write_due()
-            if self._flush_until is not None:
-                self._writer.write_rest(self._flush_until)
-                self._flush_until = None
-                self._flushed.set()
 
     def _run_watch(self) -> None:
         while not self._closed.is_set():
             self._pool.watch_once()
-            opening = self._opening_since
+            asked = self._asked_since
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
-            elif opening is not None and self._clock() - opening > FROZEN_SECONDS:
+            elif asked is not None and self._clock() - asked > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
                 self._check_speed()
@@ -226,6 +237,7 @@ class DiskTier:
     def _go_off(self) -> None:
         """On the thread that found out why: loads end with what is there, and the writer looks after a while."""
         self._retry_at = self._clock() + RETRY_SECONDS
+        self._flushed.set()
         self._pool.cut_all()
         self._writer.due()
 
@@ -245,7 +257,7 @@ class DiskTier:
 
     def _open(self) -> None:
         """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""
-        self._opening_since = self._clock()
+        self._asked_since = self._clock()
         try:
             self._check_size()
             self._volume.unlock()
@@ -261,7 +273,7 @@ class DiskTier:
             self.health.fail(describe(error, f"the volume at {self._volume.root} cannot be used"))
             return
         finally:
-            self._opening_since = None
+            self._asked_since = None
         self.health.recover()
         self._writer.due()  # whatever has become due meanwhile was told once
         logger.info(
@@ -293,24 +305,26 @@ class DiskTier:
     def _read_state(self) -> None:
         """What an earlier process has measured. A file that cannot be read is as good as none."""
         try:
-            state = json.loads((self._store.folder / _STATE_FILE).read_text())
-            spent = [(float(at), int(count)) for at, count in state["written"]]
-            per_block = state["seconds_per_block"]
-            self._pool.seconds_per_block = self._pool.seconds_per_block or (per_block and float(per_block))
+            with (self._store.folder / _STATE_FILE).open("rb") as file:
+                state = _State.model_validate_json(file.read(_MOST_STATE_BYTES))
         except FileNotFoundError:
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             logger.warning("what an earlier worker has measured cannot be read: %s", error)
             return
+        self._pool.seconds_per_block = self._pool.seconds_per_block or state.seconds_per_block
         if not self._writer.budget.spent:
-            self._writer.budget = WriteBudget(self._limits.max_daily_writes, spent)
+            self._writer.budget = WriteBudget(self._limits.max_daily_writes, state.written)
 
     def _save_state(self) -> None:
         """For a next process. Without it that has to measure anew, and writes as if nothing had been written."""
-        state = {"seconds_per_block": self._pool.seconds_per_block, "written": self._writer.budget.spent}
+        state = _State(seconds_per_block=self._pool.seconds_per_block, written=self._writer.budget.spent)
         path = self._store.folder / _STATE_FILE
+        self._asked_since = self._clock()
         try:
-            path.with_suffix(".new").write_text(json.dumps(state))
+            path.with_suffix(".new").write_text(state.model_dump_json())
             os.rename(path.with_suffix(".new"), path)
         except OSError as error:
             self.health.fail(describe(error, f"{path} cannot be written"))
+        finally:
+            self._asked_since = None

@@ -6,6 +6,7 @@ into memory anyway, and pages that the kernel keeps besides count to the contain
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -77,7 +78,7 @@ class Volume:
                 read(descriptor, rows[0].data, 0)
                 return time.perf_counter() - began
             except OSError as error:
-                if not self._direct or error.errno != 22:  # EINVAL: this filesystem has no such files
+                if not self._direct or error.errno != errno.EINVAL:  # this filesystem has no such files
                     raise
             finally:
                 os.close(descriptor)
@@ -114,11 +115,11 @@ def write(descriptor: int, data: memoryview[int], offset: int) -> None:
     done = 0
     while done < len(data):
         count = os.pwrite(descriptor, data[done:], offset + done)
+        if done + count < len(data):
+            count -= count % PAGE  # direct writes begin at a page
         if count == 0:
-            raise OSError(28, "nothing more can be written")
+            raise OSError(errno.ENOSPC, "nothing more can be written")
         done += count
-        if done < len(data) and done % PAGE:
-            done -= done % PAGE  # direct writes begin at a page
 
 
 def read(descriptor: int, target: memoryview[int], offset: int) -> int:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
-
     from tandem_worker.model.contract import KVCache
 
 
@@ -121,12 +119,3 @@ def _as_event(fence: object) -> Any:
 
     assert isinstance(fence, torch.cuda.Event), "an offer of blocks on a GPU has a fence"
     return fence
-
-
-def slot_view(rows: np.ndarray, row: int) -> memoryview[int]:
-    """One row's bytes."""
-    return rows[row].data
-
-
-if TYPE_CHECKING:
-    _: type[torch.Tensor]

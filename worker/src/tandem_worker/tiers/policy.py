@@ -96,7 +96,7 @@ class WriteBudget:
 
     def record(self, num_bytes: int, now: float) -> None:
         """So many were written."""
-        if self._spent and now - self._spent[-1][0] < HOUR_SECONDS:
+        if self._spent and abs(now - self._spent[-1][0]) < HOUR_SECONDS:
             began, before = self._spent[-1]
             self._spent[-1] = began, before + num_bytes
         else:
@@ -106,7 +106,7 @@ class WriteBudget:
         """Whether a block may be written that more than one request has used, or that only one has."""
         if self._most is None:
             return True
-        while self._spent and now - self._spent[0][0] >= DAY_SECONDS:
+        while self._spent and abs(now - self._spent[0][0]) >= DAY_SECONDS:  # a clock may have been ahead
             self._spent.popleft()
         share = sum(count for _, count in self._spent) / self._most
         return share < 1 and (reused or share < SECOND_USE_SHARE)

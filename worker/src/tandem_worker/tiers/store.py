@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from tandem_worker.tiers.memory import allocate_rows
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".kv"
+_STEM = re.compile(r"[0-9a-f]{16}")
+"""A segment's number, in one way of writing it."""
 _KEY_FILE = "key.json"
 
 
@@ -227,10 +230,9 @@ class SegmentStore:
 
     def _read_segment(self, path: Path) -> _Segment | None:
         """None: it is not one of this key and geometry, or its header is damaged."""
-        try:
-            number = int(path.stem, 16)
-        except ValueError:
+        if not _STEM.fullmatch(path.stem) or not path.is_file():
             return None
+        number = int(path.stem, 16)
         head = allocate_rows(1, self.geometry.first_slot)[0]
         descriptor = self._volume.open(path)
         try:
@@ -263,9 +265,9 @@ class SegmentStore:
         return segment
 
     def _seal(self, segment: _Segment) -> None:
-        os.close(segment.descriptor)
-        segment.descriptor, segment.table = -1, np.empty(0, np.uint8)
+        descriptor, segment.descriptor, segment.table = segment.descriptor, -1, np.empty(0, np.uint8)
         self._open = None
+        os.close(descriptor)  # whatever that says, the number is free, and others' next
 
     def _evict(self) -> None:
         with self._lock:

@@ -136,6 +136,11 @@ class Scheduler:
         """Sequences that wait for their turn, those whose blocks are being loaded included."""
         return self.num_waiting + len(self.loading)
 
+    @property
+    def num_admissible(self) -> int:
+        """Blocks that sequences may take which are not running yet: some are left for those that are."""
+        return self.blocks.num_available - -(-len(self.running) // 4)
+
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -251,7 +256,7 @@ class Scheduler:
         """Hold the cached blocks `matched` and `count` new ones for a WAITING sequence in no queue, or at the head of
         the queue, which it leaves then. False: there is no room."""
         total = len(matched) + count
-        if self.blocks.count_required(matched, total) > self.blocks.num_available - -(-len(self.running) // 4):
+        if self.blocks.count_required(matched, total) > self.num_admissible:
             return False
         self.blocks.hold(matched)
         sequence.block_ids = matched + self.blocks.allocate(count)
@@ -462,7 +467,7 @@ class Scheduler:
         count = min(count, sequence.most_guesses)
         missing = blocks.count_blocks(sequence.num_planned + count) - len(block_ids)
         if missing > 0:
-            spare = 0 if self.num_waiting else blocks.num_available - len(self.running)
+            spare = 0 if self.num_queued else blocks.num_available - len(self.running)
             block_ids.extend(blocks.allocate(max(0, min(missing, spare))))
         return min(count, len(block_ids) * blocks.block_size - sequence.num_planned)
 
@@ -578,8 +583,7 @@ class Scheduler:
         now and then, or when nothing else is to be done (`plan` is empty).
         """
         blocks = self.blocks
-        headroom = -(-len(self.running) // 4)
-        available = blocks.num_available - headroom
+        available = self.num_admissible
         if sequence.retry_required > available and self._steps_since_refusal < _RETRY_STEPS and not plan.empty:
             return False
         num_total = blocks.count_blocks(sequence.num_tokens)
