@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -215,6 +217,21 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "fsync", full)
     assert main(["pack", str(source), str(tmp_path / "target"), "--form", "fixed"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_file_system_that_does_not_sync_folders_takes_packed_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sync = write(tmp_path / "source", [small()]), os.fsync
+
+    def sync_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_files)
+    assert run(capsys, "pack", source, tmp_path / "packed", "--form", "fixed")[0] == 0
+    assert run(capsys, "verify", tmp_path / "packed", "--against", source)[0] == 0
 
 
 def test_a_stopped_run_leaves_nothing(tmp_path: Path) -> None:

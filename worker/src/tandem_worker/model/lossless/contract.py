@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_worker.host.errors import WorkerError
+from tandem_worker.host.folders import sync_folder
 from tandem_worker.model.checkpoint.files import is_inner_path
 from tandem_worker.model.checkpoint.packed_folder import FileRecord, Form
 
@@ -109,20 +110,12 @@ def complete_or_not_at_all(target: Path) -> Iterator[Path]:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
             if path.is_dir():
-                _sync(path)
+                sync_folder(path)
         scratch.rename(target)  # an empty folder is replaced
-        _sync(target.parent)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:
