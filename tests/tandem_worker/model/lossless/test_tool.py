@@ -167,6 +167,21 @@ def test_wrong_usage_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gguf", "linked", "packed", "source"]
 
 
+@pytest.mark.parametrize("target", [".", "new/..", "volume"])
+def test_what_no_folder_can_replace_is_told_before_anything_is_packed(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", [small()])
+    (tmp_path / "here" if target != "volume" else tmp_path / "here" / "volume").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    before = sorted(tmp_path.rglob("*"))
+    code, line, err = run(capsys, "pack", source, target, "--form", "fixed")
+    assert (code, line) == (2, None)
+    assert "name a new folder within it" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("arguments", [[], ["pack", "a", "b"], ["pack", "a", "b", "--form", "small"], ["mend", "a"]])
 def test_arguments_that_are_none_end_with_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -88,21 +88,27 @@ def _refuse(error: OSError) -> None:
 
 
 def check_folders(source: Path, target: Path) -> None:
-    """Raises UsageError unless `source` is a folder and `target` is empty or not there, neither within the other."""
+    """Raises UsageError unless `source` is a folder and `target` is empty or not there, neither within the other,
+    and another folder can take the place of `target`."""
     if not source.is_dir():
         raise UsageError(f"{source} is no folder: name the one that holds the model.")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(f"{target} is there already and no folder: name another target.")
-    if target.is_dir() and any(target.iterdir()):
-        raise UsageError(f"{target} is not empty: name a folder that is empty or not there yet.")
     inner, outer = source.resolve(), target.resolve()
+    if target.is_symlink() or (outer.exists() and not outer.is_dir()):
+        raise UsageError(f"{target} is there already and no folder: name another target.")
+    if outer.is_dir() and any(outer.iterdir()):
+        raise UsageError(f"{target} is not empty: name a folder that is empty or not there yet.")
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise UsageError(f"{source} and {target} must not lie within each other.")
+    if outer == Path.cwd() or outer.is_mount():
+        raise UsageError(
+            f"{target} is a volume, or where you are, and cannot be replaced: name a new folder within it."
+        )
 
 
 @contextlib.contextmanager
 def complete_or_not_at_all(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its place once the block is left without an exception; else it is removed."""
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
