@@ -249,24 +249,30 @@ def test_a_file_system_that_does_not_sync_folders_takes_packed_ones(
     assert run(capsys, "verify", tmp_path / "packed", "--against", source)[0] == 0
 
 
-def test_a_stopped_run_leaves_nothing(tmp_path: Path) -> None:
-    """A pod that ends while it packs. The pipe among the files holds the program up until it is told to stop."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """A pod that ends while it packs, and somebody who cannot wait while it cleans up. The pipe holds the program up
+    until it has been told to stop, and told again."""
     source = write(tmp_path / "source", [small()])
     script = (
-        "import os, sys; import tandem_worker.model.lossless.packing as p; copy = p.copy_file\n"
-        "def held(source, target): open(sys.argv.pop(), 'w').close(); os.read(0, 1); return copy(source, target)\n"
-        "p.copy_file = held\n"
+        "import os, shutil, sys; import tandem_worker.model.lossless.packing as p\n"
+        "def hold(work): return lambda *a, **k: [open(sys.argv.pop(), 'w').close(), os.read(0, 1), work(*a, **k)][-1]\n"
+        "p.copy_file, shutil.rmtree = hold(p.copy_file), hold(shutil.rmtree)\n"
         "from tandem_worker.model.lossless.__main__ import main; sys.exit(main(sys.argv[1:6]))"
     )
     command = [sys.executable, "-c", script, "pack", str(source), str(tmp_path / "target"), "--form", "fixed"]
-    began = tmp_path / "began"
-    with subprocess.Popen([*command, str(began)], stdin=subprocess.PIPE) as process:
-        while not began.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "source"]
+    began, cleans_up = tmp_path / "began", tmp_path / "cleans up"
+    with subprocess.Popen([*command, str(cleans_up), str(began)], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        for step in (began, cleans_up):
+            while not step.exists():
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(number)
+        process.stdin.write(b".")
+        process.stdin.flush()
+        assert process.wait(60) == 128 + number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "cleans up", "source"]
 
 
 def test_neither_form_is_packed_again(tmp_path: Path) -> None:
