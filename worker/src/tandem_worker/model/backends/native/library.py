@@ -14,6 +14,7 @@ import torch
 from tandem_worker.host.environment import wants_native_kernels
 from tandem_worker.model.checkpoint.split import (
     HEAD,
+    IS_SPLIT,
     NUM_HIGHS,
     SplitPlaces,
     choose_values,
@@ -309,7 +310,7 @@ def split_pack(
 
 def is_split(memory: torch.Tensor) -> bool:
     """Whether memory that `split` made has 12 bits a weight; else the packed matrix begins `HEAD` bytes on."""
-    return bool(memory[8])
+    return bool(memory[IS_SPLIT])
 
 
 def unsplit(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
