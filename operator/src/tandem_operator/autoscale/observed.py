@@ -21,7 +21,6 @@ from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.plan import is_resting, is_rolling
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
-FALLING_SECONDS = 60.0
 _STARTS = 20
 
 
@@ -135,7 +134,7 @@ def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> Sc
         queue_seconds=parse_duration(spec.queue_ttl),
         first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
         max_ratio=float("inf") if scaling.role_ratio.max is None else scaling.role_ratio.max,
-        behavior=Behavior(scale_down_seconds=patience, falling_seconds=min(FALLING_SECONDS, patience)),
+        behavior=Behavior(scale_down_seconds=patience),
     )
 
 

@@ -93,7 +93,7 @@ def test_kernels_and_numpy_write_the_same_bytes(values: Words) -> None:
     assert packed is not None
     counts = library.count_highs(packed, *values.shape)
     assert np.array_equal(counts, split.count_highs(values))
-    chosen, num_beside = library.choose_split_values(counts)
+    chosen, num_beside = split.choose_values(counts)
     rows, columns = values.shape
     memory = np.empty(split.SplitPlaces(rows, columns).size(num_beside), np.uint8)
     library.split_pack(packed, rows, columns, chosen, num_beside, memory.ctypes.data)

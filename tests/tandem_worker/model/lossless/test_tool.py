@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -165,6 +167,21 @@ def test_wrong_usage_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gguf", "linked", "packed", "source"]
 
 
+@pytest.mark.parametrize("target", [".", "new/..", "volume"])
+def test_what_no_folder_can_replace_is_told_before_anything_is_packed(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", [small()])
+    (tmp_path / "here" if target != "volume" else tmp_path / "here" / "volume").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    before = sorted(tmp_path.rglob("*"))
+    code, line, err = run(capsys, "pack", source, target, "--form", "fixed")
+    assert (code, line) == (2, None)
+    assert "name a new folder within it" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("arguments", [[], ["pack", "a", "b"], ["pack", "a", "b", "--form", "small"], ["mend", "a"]])
 def test_arguments_that_are_none_end_with_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -217,24 +234,45 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_stopped_run_leaves_nothing(tmp_path: Path) -> None:
-    """A pod that ends while it packs. The pipe among the files holds the program up until it is told to stop."""
+def test_a_file_system_that_does_not_sync_folders_takes_packed_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sync = write(tmp_path / "source", [small()]), os.fsync
+
+    def sync_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_files)
+    assert run(capsys, "pack", source, tmp_path / "packed", "--form", "fixed")[0] == 0
+    assert run(capsys, "verify", tmp_path / "packed", "--against", source)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """A pod that ends while it packs, and somebody who cannot wait while it cleans up. The pipe holds the program up
+    until it has been told to stop, and told again."""
     source = write(tmp_path / "source", [small()])
     script = (
-        "import os, sys; import tandem_worker.model.lossless.packing as p; copy = p.copy_file\n"
-        "def held(source, target): open(sys.argv.pop(), 'w').close(); os.read(0, 1); return copy(source, target)\n"
-        "p.copy_file = held\n"
+        "import os, shutil, sys; import tandem_worker.model.lossless.packing as p\n"
+        "def hold(work): return lambda *a, **k: [open(sys.argv.pop(), 'w').close(), os.read(0, 1), work(*a, **k)][-1]\n"
+        "p.copy_file, shutil.rmtree = hold(p.copy_file), hold(shutil.rmtree)\n"
         "from tandem_worker.model.lossless.__main__ import main; sys.exit(main(sys.argv[1:6]))"
     )
     command = [sys.executable, "-c", script, "pack", str(source), str(tmp_path / "target"), "--form", "fixed"]
-    began = tmp_path / "began"
-    with subprocess.Popen([*command, str(began)], stdin=subprocess.PIPE) as process:
-        while not began.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "source"]
+    began, cleans_up = tmp_path / "began", tmp_path / "cleans up"
+    with subprocess.Popen([*command, str(cleans_up), str(began)], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        for step in (began, cleans_up):
+            while not step.exists():
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(number)
+        process.stdin.write(b".")
+        process.stdin.flush()
+        assert process.wait(60) == 128 + number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "cleans up", "source"]
 
 
 def test_neither_form_is_packed_again(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,24 @@ def test_a_model_that_cannot_be_packed_is_kept_as_it_is(hub: Any, source: Any) -
     assert resolve_model(source("Archive", "org/gguf")) == folder
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_is_kept_as_it_is_takes_room_once(
+    has_links: bool, hub: Any, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system lets a file have two names."""
+
+    def link(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
+    hub.add("org/gguf", config__json=b"{}", model__gguf=b"GGUF...")
+    plain, kept = (resolve_model(source(pack, "org/gguf")) / "model.gguf" for pack in (None, "Archive"))
+    assert plain != kept
+    assert kept.read_bytes() == b"GGUF..."
+    assert plain.samefile(kept) == has_links
+
+
 def test_a_packed_repository_is_kept_as_it_is(hub: Any, source: Any) -> None:
     """Somebody may publish packed checkpoints: what the list names beside the weights need not be downloaded."""
     made = resolve_model(source("Fixed"))
@@ -151,3 +171,13 @@ def test_a_damaged_model_is_told(hub: Any, source: Any) -> None:
     with pytest.raises(StartupError, match=r"model\.safetensors.*pack to None") as caught:
         resolve_model(source("Fixed"))
     assert caught.value.reason == "WeightsCorrupt"
+
+
+def test_a_claim_without_room_for_both_copies_is_told(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packed, "pack", pack)
+    with pytest.raises(StartupError, match=r"packed copy.*larger claim.*pack to None") as caught:
+        resolve_model(source("Fixed"))
+    assert caught.value.reason == "DiskFull"

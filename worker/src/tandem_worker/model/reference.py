@@ -65,7 +65,8 @@ A checkpoint of bfloat16 can be kept a quarter or a third smaller, and gives eve
 | `archive` | 10.6 | downloading and keeping: sign and mantissa as they are, exponents by zstd |
 
 The target is a folder of safetensors files under the names of the source, with everything else of it beside and a list,
-`tandem_lossless.json`. It is there complete, or not at all, and the same source gives the same bytes. Packed are tensors of
+`tandem_lossless.json`. It is there complete, or not at all: until then `.TARGET.` and eight characters is its name, which is
+what a run that was killed leaves behind, to be deleted. The same source gives the same bytes. Packed are tensors of
 bfloat16 that get smaller by it: by a fifth for `fixed`, which takes matrices of even width, by a tenth for `archive`. The
 others stay as they are. `unpack` gives every file of the source with its SHA-256, which `verify` checks without writing.
 

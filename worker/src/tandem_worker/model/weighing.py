@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from tandem_worker.model.checkpoint.split import IS_SPLIT
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.moe import Experts
 
 _QUANTIZED = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4"}
-_IS_SPLIT = 8
-"""Place of the byte in the head of a packed matrix in bytes that says whether it has 12 bits a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def _matrices_of(thing: object) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def _form_of(memory: torch.Tensor) -> str:
-    return "lossless" if memory.dtype == torch.uint8 and bool(memory[_IS_SPLIT]) else "plain"
+    return "lossless" if memory.dtype == torch.uint8 and bool(memory[IS_SPLIT]) else "plain"
 
 
 def count_weight_bytes(model: object) -> int:

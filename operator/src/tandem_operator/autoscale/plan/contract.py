@@ -47,7 +47,8 @@ class Behavior:
     scale_down_seconds: float = 600.0
     """Replicas go only once nothing has asked for them for so long: the stabilization window."""
     falling_seconds: float = 60.0
-    """The window while demand falls, and chance does not explain it."""
+    """The least window while demand falls, and chance does not explain it: it is as long as a start, and never longer
+    than that of steady demand."""
     stale_seconds: float = 30.0
     """Older telemetry moves nothing."""
     start_seconds: float = 60.0

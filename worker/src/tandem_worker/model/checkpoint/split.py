@@ -23,6 +23,8 @@ NUM_HIGHS = 128
 MAGIC = b"TSPLIT22"
 _HEAD = struct.Struct("<8sQQQ32x")
 HEAD = _HEAD.size
+IS_SPLIT = 8
+"""Place of the byte in the head that says whether 12 bits a weight follow it; else the plain matrix does."""
 _WEIGHTS = 2 * COLUMNS
 _NO_CODE = 0xFF
 _LAST = np.uint32(1 << 31)

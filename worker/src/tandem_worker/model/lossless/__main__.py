@@ -8,11 +8,12 @@ asked for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,14 +22,16 @@ from tandem_worker.model.lossless.contract import DifferentError, Report, UsageE
 from tandem_worker.model.lossless.packing import pack
 from tandem_worker.model.lossless.unpacking import unpack, verify
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)  # what is half done is removed
     started = time.monotonic()
     try:
-        report = _run(options)
+        with _cleaning_up():
+            report = _run(options)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -72,7 +75,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """A signal that ends the program has it remove what is half done, and another one does not keep it from that."""
+    before = {number: signal.signal(number, _stop) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_worker.host.errors import WorkerError
+from tandem_worker.host.folders import sync_folder
 from tandem_worker.model.checkpoint.files import is_inner_path
 from tandem_worker.model.checkpoint.packed_folder import FileRecord, Form
 
@@ -87,21 +88,27 @@ def _refuse(error: OSError) -> None:
 
 
 def check_folders(source: Path, target: Path) -> None:
-    """Raises UsageError unless `source` is a folder and `target` is empty or not there, neither within the other."""
+    """Raises UsageError unless `source` is a folder and `target` is empty or not there, neither within the other,
+    and another folder can take the place of `target`."""
     if not source.is_dir():
         raise UsageError(f"{source} is no folder: name the one that holds the model.")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(f"{target} is there already and no folder: name another target.")
-    if target.is_dir() and any(target.iterdir()):
-        raise UsageError(f"{target} is not empty: name a folder that is empty or not there yet.")
     inner, outer = source.resolve(), target.resolve()
+    if target.is_symlink() or (outer.exists() and not outer.is_dir()):
+        raise UsageError(f"{target} is there already and no folder: name another target.")
+    if outer.is_dir() and any(outer.iterdir()):
+        raise UsageError(f"{target} is not empty: name a folder that is empty or not there yet.")
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise UsageError(f"{source} and {target} must not lie within each other.")
+    if outer == Path.cwd() or outer.is_mount():
+        raise UsageError(
+            f"{target} is a volume, or where you are, and cannot be replaced: name a new folder within it."
+        )
 
 
 @contextlib.contextmanager
 def complete_or_not_at_all(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its place once the block is left without an exception; else it is removed."""
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -109,20 +116,12 @@ def complete_or_not_at_all(target: Path) -> Iterator[Path]:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
             if path.is_dir():
-                _sync(path)
+                sync_folder(path)
         scratch.rename(target)  # an empty folder is replaced
-        _sync(target.parent)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from xxhash import xxh64
 
+from tandem_worker.host.folders import sync_folder
 from tandem_worker.model.prepared.entry import CHUNK, DamagedError, Entry, file_size, make_tail, open_entry, sum_of
 
 logger = logging.getLogger(__name__)
@@ -159,8 +160,8 @@ class PreparedStore:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
-        with contextlib.suppress(OSError):  # not every file system lets a folder be synced
-            _sync_folder(self.folder)
+        with contextlib.suppress(OSError):  # what is lost is prepared anew
+            sync_folder(self.folder)
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Whether `size` bytes may be written to `path`, entries that nobody has used for longest being removed."""
@@ -246,11 +247,3 @@ def _remove_unused(file: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

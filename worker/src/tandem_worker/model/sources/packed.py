@@ -6,7 +6,9 @@ COMMIT.FORM/.packed/      the packed copy while it is made and verified
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import shutil
 import time
@@ -36,7 +38,7 @@ def pack_download(
     """Pack the complete download in `plain` into `folder`, verified against the hub's `digests`. What an earlier try
     left there is removed. A model without safetensors files, or one that is packed already, is taken as it is.
 
-    Raises StartupError WeightsCorrupt, and OSError.
+    Raises StartupError WeightsCorrupt or DiskFull, and OSError.
     """
     for path in folder.iterdir():
         if path != plain and not path.name.startswith(_LEASE):
@@ -53,6 +55,14 @@ def pack_download(
     except (DamagedError, DifferentError) as error:
         raise StartupError(
             "WeightsCorrupt", f"{repository} cannot be packed: {error} Set spec.model.cache.pack to None to load it."
+        ) from error
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise StartupError(
+            "DiskFull",
+            f"The model cache has no room for {repository} and its packed copy, which are both there while it is "
+            "packed: give spec.model.cache a larger claim, or set spec.model.cache.pack to None.",
         ) from error
     else:
         seconds = max(time.monotonic() - started, 1e-3)
@@ -76,5 +86,17 @@ def _is_of_the_cache(name: str) -> bool:
 
 def _copy(plain: Path, scratch: Path) -> None:
     shutil.copytree(
-        plain, scratch, dirs_exist_ok=True, ignore=lambda _, names: [name for name in names if _is_of_the_cache(name)]
+        plain,
+        scratch,
+        dirs_exist_ok=True,
+        ignore=lambda _, names: [name for name in names if _is_of_the_cache(name)],
+        copy_function=_link_or_copy,
     )
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """A second name, for what is complete is never written to; a copy where the file system has no such names."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -14,9 +14,10 @@ import torch
 from tandem_worker.host.environment import wants_native_kernels
 from tandem_worker.model.checkpoint.split import (
     HEAD,
-    NUM_CODES,
+    IS_SPLIT,
     NUM_HIGHS,
     SplitPlaces,
+    choose_values,
     is_worth,
     make_head,
 )
@@ -36,7 +37,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "tandem_split_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_split_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_split_count": [_Address, _Index, _Index, _Address],
-    "tandem_split_choose": [_Address, _Address],
     "tandem_split_pack": [_Address, _Index, _Index, _Address, _Index, _Address],
     "tandem_split_unpack": [_Address, _Index, _Index, _Address],
     "tandem_split_rows": [_Address, _Index, _Index, _Address, _Index, _Address],
@@ -102,7 +102,7 @@ def load_library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.tandem_format.restype = library.tandem_split_choose.restype = _Index
+    library.tandem_format.restype = _Index
     library.tandem_use_threads(torch.get_num_threads())
     return library
 
@@ -281,7 +281,7 @@ def split(packed: torch.Tensor, rows: int, columns: int, memory: Callable[[int],
 
     Behind its head it stays bfloat16 where it would not get smaller by a fifth.
     """
-    values, num_beside = choose_split_values(count_highs(packed, rows, columns))
+    values, num_beside = choose_values(count_highs(packed, rows, columns))
     places = SplitPlaces(rows, columns)
     size = places.size(num_beside)
     if is_worth(size, packed.nbytes):
@@ -301,13 +301,6 @@ def count_highs(packed: torch.Tensor, rows: int, columns: int) -> npt.NDArray[np
     return counts
 
 
-def choose_split_values(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], int]:
-    """The eight values that take a code, and the number of weights that have none of them."""
-    values = np.empty(NUM_CODES, np.uint8)
-    num_beside = load_library().tandem_split_choose(counts.ctypes.data, values.ctypes.data)
-    return values, num_beside
-
-
 def split_pack(
     packed: torch.Tensor, rows: int, columns: int, values: npt.NDArray[np.uint8], num_beside: int, address: int
 ) -> None:
@@ -317,7 +310,7 @@ def split_pack(
 
 def is_split(memory: torch.Tensor) -> bool:
     """Whether memory that `split` made has 12 bits a weight; else the packed matrix begins `HEAD` bytes on."""
-    return bool(memory[8])
+    return bool(memory[IS_SPLIT])
 
 
 def unsplit(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

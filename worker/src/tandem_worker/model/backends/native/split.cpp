@@ -188,14 +188,6 @@ struct Codes {
     __m512i of(__m512i high) const { return _mm512_permutex2var_epi8(lower, high, upper); }
 };
 
-// The most frequent values; of equally many the lowest.
-void choose_values(const Index* counts, Byte* values) {
-    std::array<int, kHighs> order;
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return counts[a] > counts[b]; });
-    std::copy_n(order.begin(), kCodes, values);
-}
-
 std::array<Byte, kHighs> codes_of(const Byte* values) {
     std::array<Byte, kHighs> codes;
     codes.fill(kNoCode);
@@ -257,16 +249,6 @@ using namespace tandem;
 TANDEM_EXPORT void tandem_split_count(const bf16* packed, Index columns, Index inner, Index* counts) {
     const auto found = count_highs(packed, SplitPlaces(columns, inner));
     for (int high = 0; high < kHighs; ++high) counts[high] += found[high];
-}
-
-// The eight that take a code to `values`, and how many weights have none of them.
-TANDEM_EXPORT Index tandem_split_choose(const Index* counts, Byte* values) {
-    choose_values(counts, values);
-    const auto codes = codes_of(values);
-    Index beside = 0;
-    for (int high = 0; high < kHighs; ++high)
-        if (codes[high] == kNoCode) beside += counts[high];
-    return beside;
 }
 
 // The matrix `packed` as 12 bits a weight to `memory`, which has room for it with its `num_beside` weights that have none
