@@ -29,6 +29,16 @@ async def test_prompt_forms(worker: Any, form: str) -> None:
     assert worker.engine.requests[0].sampling.max_tokens == 16
 
 
+async def test_all_prompts_share_one_prediction(worker: Any) -> None:
+    """A copy for each would be 36 bytes a token: 150 MB, of a request of 130 KB."""
+    echo_prompt(worker)
+    body = {"model": "tiny", "prompt": ["one", "two", "three"], "prediction": "one two three"}
+    assert (await worker.http.post("/v1/completions", json=body)).status_code == 200
+    first, *others = (request.prediction for request in worker.engine.requests)
+    assert first == tuple(worker.tokenizer.encode("one two three"))
+    assert all(other is first for other in others)
+
+
 async def test_prompts_times_choices(worker: Any) -> None:
     echo_prompt(worker)
     arguments: dict[str, Any] = {"model": "tiny", "prompt": ["one", "two"], "n": 2}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+import weakref
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.follow import DocumentFollower, TextFollower, match_length
-from tandem_worker.engine.guess.history import BYTES_PER_TOKEN, History, HistoryFollower
+from tandem_worker.engine.guess.history import BYTES_PER_TOKEN, History, HistoryFollower, Shelf
+from tandem_worker.engine.guess.lookup import LookupGuesser
 from tandem_worker.engine.guess.ngrams import LONG, SHORT, CompleteIndex, GrowingIndex, long_key, short_key
+from tandem_worker.engine.schedule.params import SamplingParams
+from tandem_worker.engine.schedule.request import Request, Sequence
 
 TOKENS = st.lists(st.integers(0, 3), min_size=0, max_size=60)
 
@@ -178,3 +184,66 @@ def test_short_answers_are_not_worth_keeping() -> None:
     history = History(1 << 20)
     history.add("", PROMPT, ANSWER[:4])
     assert history.num_bytes == 0
+
+
+@given(prompt=TOKENS, answers=st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=40), min_size=1, max_size=3))
+def test_every_run_of_an_answer_is_found_behind_its_last_place(prompt: list[int], answers: list[list[int]]) -> None:
+    shelf = Shelf()
+    expected: dict[int, int] = {}
+    for answer in answers:
+        start, whole = len(shelf.tokens), [*prompt, *answer]
+        shelf.add(tuple(prompt), answer)
+        for end in range(max(LONG, len(prompt)), len(whole)):
+            expected[long_key(whole[:end])] = start + end - len(prompt)
+    assert shelf.places == expected
+
+
+def test_an_answer_that_was_dropped_is_let_go_of_when_the_match_breaks() -> None:
+    history = History(4000)
+    history.add("", PROMPT, ANSWER)
+    follower, text = HistoryFollower(history, "", PROMPT, from_start=True), list(PROMPT)
+    (shelf,) = history.shelves("")
+    dropped = weakref.ref(shelf.tokens)
+    del shelf
+    for number in range(9):
+        history.add("another", (number,), ANSWER)
+    feed(follower, text, ANSWER[:3])
+    assert follower.peek() == ANSWER[3], "it is kept while it is followed"
+    feed(follower, text, [90, 91])
+    assert follower.peek() is None
+    assert dropped() is None
+
+
+def begin(prompt: tuple[int, ...], **options: Any) -> Sequence:
+    """A choice whose first token is known."""
+    request = Request(
+        id="r", prompt=prompt, sampling=SamplingParams(max_tokens=99), arrival=0.0, chain_root=b"", prompt_chain=[],
+        **options,
+    )  # fmt: skip
+    sequence = Sequence(request, 0, (0.0, 0, 0))
+    sequence.output = [prompt[0]]
+    return sequence
+
+
+def test_a_step_indexes_no_more_than_one_long_text_or_some_short_ones() -> None:
+    """Many long prompts from the cache may begin to decode in one step, beside streams of others."""
+    guesser = LookupGuesser()
+    long = [begin(tuple(range(20_000)), prediction=tuple(range(20_000))) for _ in range(3)]
+    short = [begin(tuple(range(number, number + 20))) for number in range(40)]
+    everyone = [*long, *short]
+    most = dict.fromkeys(everyone, 4)
+    assert set(guesser.propose(everyone, most)) == {long[0]}
+    assert set(guesser.propose(everyone, most)) == {*long[:2]}
+    assert set(guesser.propose(everyone, most)) == set(long)
+    assert set(guesser.propose(everyone, most)) == set(everyone), "short ones are begun together"
+
+
+def test_a_prediction_takes_little_memory() -> None:
+    tokens = random.Random(1).sample(range(1 << 17), 1 << 14)
+    tracemalloc.start()
+    try:
+        follower = DocumentFollower(Source.PREDICTION, CompleteIndex(tokens), from_start=True)
+        feed(follower, [1], [*tokens[:40], 7, 7, *tokens[90:100], 5, 5])
+        assert tracemalloc.get_traced_memory()[0] < 40 * len(tokens)
+    finally:
+        tracemalloc.stop()

@@ -462,8 +462,8 @@ class StepRunner:
         first = len(self.deltas)
         if layout.sequences:
             self._accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
-        self._check_guesses(layout, logits)
-        if self._right:
+        if layout.waves:
+            self._check_guesses(layout, logits)
             self.deltas[first:] = join_deltas(self.deltas[first:])
 
     def _check_guesses(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
@@ -475,7 +475,7 @@ class StepRunner:
         """Choices whose guesses have all been right so far."""
         for wave in layout.waves:
             rows: dict[Sequence, int] = {}
-            for sequence, (guess, row) in wave.guesses.items():
+            for sequence, (guess, row) in wave.items():
                 if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
                     self.scheduler.confirm(sequence)
                     rows[sequence] = row

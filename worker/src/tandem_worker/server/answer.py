@@ -68,12 +68,16 @@ class AnswerProgress:
     def feed(self, deltas: Sequence[TokenDelta]) -> tuple[list[int], list[Choice]]:
         """Give the deltas to their choices. Returns the requests that began and the choices that have news.
 
-        Raises ServiceError when the engine gave up a request, RequestError where that is the request's fault.
+        Raises ServiceError when the engine gave up a choice that goes on, RequestError where that is its request's
+        fault.
         """
         begun: list[int] = []
         touched: dict[int, Choice] = {}
         for delta in deltas:
             position = self.positions[delta.request_id]
+            choice = self.choices_of(position)[delta.choice]
+            if choice.finish is not None:
+                continue  # also a failure: the engine was behind the end that its stop string has set
             raise_failure(delta)
             if delta.request_id not in self.cached_tokens:
                 begun.append(position)
@@ -81,10 +85,9 @@ class AnswerProgress:
                     self.plan.first_delta(position, delta)
                 self.cached_tokens[delta.request_id] = delta.num_cached_tokens
             self.prefill_worker = self.prefill_worker or delta.prefill_worker
-            choice = self.choices_of(position)[delta.choice]
             if self.plan.score_only:
                 choice.close_empty()
-            elif choice.finish is None:
+            else:
                 choice.feed(delta)
             touched[choice.index] = choice
         return begun, list(touched.values())

@@ -98,7 +98,8 @@ async def plan_completion(
     score_only = request.max_tokens == 0
     _check_repeats(options, prepared.tokens, echoed=(1 + (request.num_logprobs or 0)) if request.echo else 0)
     _check_ids(options, prepared.tokens)
-    prediction = Prediction(prepared.prediction) if len(prepared.prediction) else None
+    predicted = tuple(prepared.prediction)  # the same for all prompts
+    prediction = Prediction(predicted) if predicted else None
     head = _head(
         "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
@@ -122,7 +123,7 @@ async def plan_completion(
                 sampling,
                 options,
                 endpoints,
-                prepared.prediction,
+                predicted,
                 prompt_logprobs=wanted,
             )
         )

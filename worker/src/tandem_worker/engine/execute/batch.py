@@ -36,11 +36,8 @@ class StepInput:
     table_values: np.ndarray  # block ids of these runs, one run after another
 
 
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """The n-th guesses of a step, by sequence: the token, and the row of its logits."""
-
-    guesses: dict[Sequence, tuple[int, int]]
+Wave = dict[Sequence, tuple[int, int]]
+"""The n-th guesses of a step, by sequence: the token, and the row of its logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +212,7 @@ class BatchBuilder:
         """Who gets which logits, and the rows of T they come from."""
         sequences = list(decodes)
         *rows, first = itertools.accumulate(widths, initial=0)
-        waves = _find_waves(decodes, rows, guesses)
+        waves = _find_waves(decodes, rows, guesses) if guesses else []
         logits_rows = list(range(first))
         scored: list[tuple[Chunk, int]] = []
         for chunk in chunks:
@@ -246,8 +243,8 @@ def _find_waves(decodes: list[Sequence], rows: list[int], guesses: dict[Sequence
     for sequence, row in zip(decodes, rows, strict=True):
         for depth, token in enumerate(guesses.get(sequence, ()), start=1):
             if depth > len(waves):
-                waves.append(Wave({}))
-            waves[depth - 1].guesses[sequence] = token, row + depth
+                waves.append({})
+            waves[depth - 1][sequence] = token, row + depth
     return waves
 
 

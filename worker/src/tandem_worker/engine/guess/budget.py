@@ -28,9 +28,7 @@ def choose_lengths(
     `chances[i][j]` is that of guess j of choice i to be right where those before it are; `num_choices` counts choices
     without guesses too. `cost(k)` is the duration of a step with k guesses, over one without.
     """
-    ranked = sorted(
-        ((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul)), reverse=False
-    )
+    ranked = sorted((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul))
     gains = [0.0] * len(chances)
     lengths = [0] * len(chances)
     best, highest, total = lengths.copy(), LEAST_GAIN, 0.0

@@ -64,7 +64,7 @@ class TextFollower:
         self._prompt = prompt
         self._answer = GrowingIndex()
         self._singles: dict[int, int] = {}
-        """As the prompt's, of the answer."""
+        """Place behind the last occurrence of a token in the answer."""
         self._at: int | None = None
         self._search(text)
 
@@ -95,7 +95,7 @@ class TextFollower:
             self._look(short_key(text), text, long=False, least=SHORT)
         last = text[-1]
         if self._at is None:
-            at = self._singles.get(last) or self._prompt.singles.get(last)
+            at = self._singles.get(last) or self._prompt.find_single(last)
             if at is not None:
                 self._at, self.length = at, 1
         self._singles[last] = end

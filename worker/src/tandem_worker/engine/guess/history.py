@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.follow import go_on, match_length
-from tandem_worker.engine.guess.ngrams import LONG, long_key
+from tandem_worker.engine.guess.ngrams import LONG, long_key, long_keys, short_keys
 from tandem_worker.engine.guess.rates import MOST_LENGTH
 
 BYTES_PER_TOKEN = 160
@@ -39,11 +39,10 @@ class Shelf:
         """Keep an answer. The last tokens of its prompt are part of its runs, not of its text."""
         tokens, start = self.tokens, len(self.tokens)
         self.starts[hash(prompt)] = start
-        context = [*prompt[-LONG:], *answer]
-        lead = len(context) - len(answer)
-        for end in range(LONG, len(context)):
-            if end >= lead:
-                self.places[long_key(context[end - LONG : end])] = start + end - lead
+        lead = prompt[-LONG:]
+        keys = long_keys(short_keys([*lead, *answer]))[:-1]  # nothing stands behind the last one
+        first = start + LONG - len(lead)
+        self.places.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
         tokens.extend(answer)
         tokens.append(_END)
 
@@ -119,6 +118,8 @@ class HistoryFollower:
     def feed(self, text: list[int]) -> None:
         if self._at is not None:
             self._at, self.length = go_on(self._at, self.length, hit=self.peek() == text[-1])
+            if self._at is None:
+                self._tokens = ()
         if self.length or len(text) < LONG:
             return
         key = long_key(text)

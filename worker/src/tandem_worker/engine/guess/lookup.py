@@ -1,8 +1,9 @@
 """Guesses without a model: what followed the last tokens of a choice where they stood before.
 
 Looked through are the choice's own text, its prediction where the client sent one, and earlier answers. A new kind of
-text is one more follower. Beside the history, whose size is given, what is kept is bounded by the requests that run: 24
-bytes for each token of a prompt, shared by its choices, and some 250 for each token of an answer.
+text is one more follower. Beside the history, whose size is given, what is kept is bounded by the requests that run:
+100 bytes for each token of a prompt and 32 for each of a prediction, shared by its choices, 9 more for each choice and
+token of the prompt, and some 250 for each token of an answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from tandem_worker.engine.schedule.request import Sequence
 
 _FEW = 64
 """Tokens of an answer that are learned one by one by a choice that has said them already; more are indexed at once."""
+_MOST_BEGUN = MOST_TOKENS
+"""Tokens of texts that are indexed in a step, or one text of any length: ten milliseconds. Streams beside them wait no
+longer, however many prompts are begun at once; the choices that are left are guessed from a later step on."""
 
 
 class LookupGuesser:
@@ -31,9 +35,13 @@ class LookupGuesser:
 
     def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int]) -> dict[Sequence, Guess]:
         found: dict[Sequence, Guess] = {}
+        room = _MOST_BEGUN
         for sequence in sequences:
             reader: Reader | None = sequence.guessing
             if reader is None:
+                if room <= 0:
+                    continue
+                room -= sequence.num_tokens + len(sequence.request.prediction)
                 reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
             reader.learn(sequence.output)
             guess = reader.guess(most[sequence])
@@ -66,9 +74,7 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
     if request.prediction:
         if request.prediction_index is None:
             request.prediction_index = index_prediction(request.prediction)
-        followers.append(
-            DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not sequence.num_resumed)
-        )
+        followers.append(DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not known))
     if history is not None:
         followers.append(HistoryFollower(history, request.cache_salt, request.prompt, from_start=not known))
     return Reader(text, known, followers, rates)

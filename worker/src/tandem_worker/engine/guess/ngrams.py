@@ -12,7 +12,7 @@ import numpy as np
 
 SHORT, LONG = 2, 4
 MOST_TOKENS = 1 << 15
-"""Most tokens of a text that are indexed, its last ones: 24 bytes for each of a complete one."""
+"""Most tokens of a text that are indexed, its last ones: 32 bytes for each of a complete one."""
 _MIX = 0x9E3779B97F4A7C15 >> 2 | 1
 _KEPT = (1 << 62) - 1
 
@@ -27,25 +27,40 @@ def long_key(tokens: Sequence[int]) -> int:
     return ((tokens[-4] << 31 | tokens[-3]) * _MIX ^ (tokens[-2] << 31 | tokens[-1])) & _KEPT
 
 
+def short_keys(tokens: Sequence[int]) -> np.ndarray:
+    """Keys of all runs of `SHORT` tokens, in order: int64."""
+    values = np.array(tokens, dtype=np.int64)
+    return values[:-1] << 31 | values[1:]
+
+
+def long_keys(shorts: np.ndarray) -> np.ndarray:
+    """Keys of all runs of `LONG` tokens, in order, from the text's `short_keys`: int64."""
+    with np.errstate(over="ignore"):
+        return (shorts[:-2] * np.int64(_MIX) ^ shorts[2:]) & np.int64(_KEPT)
+
+
 class CompleteIndex:
     """Index of a text that does not grow; shared by all who look into it."""
 
-    __slots__ = ("_keys", "_places", "singles", "tokens")
+    __slots__ = ("_keys", "_places", "_singles", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens[-MOST_TOKENS:])
-        self.singles = dict(zip(self.tokens, range(1, len(self.tokens) + 1), strict=True))
-        """Place behind the last occurrence of a token, by token."""
-        values = np.array(self.tokens, dtype=np.int64)
-        pairs = values[:-1] << 31 | values[1:]
-        with np.errstate(over="ignore"):
-            quads = (pairs[:-2] * np.int64(_MIX) ^ pairs[2:]) & np.int64(_KEPT)
+        self._singles: dict[int, int] | None = None
         self._keys: list[np.ndarray] = []
         self._places: list[np.ndarray] = []
-        for keys, length in ((pairs, SHORT), (quads, LONG)):
+        shorts = short_keys(self.tokens)
+        for keys, length in ((shorts, SHORT), (long_keys(shorts), LONG)):
             order = np.argsort(keys, kind="stable")
             self._keys.append(keys[order])
             self._places.append((order + length).astype(np.int32))
+
+    def find_single(self, token: int) -> int | None:
+        """The place behind the last occurrence of a token. Takes 70 bytes more for each token from the first call on,
+        which a text that is found again by its runs alone never has."""
+        if self._singles is None:
+            self._singles = dict(zip(self.tokens, range(1, len(self.tokens) + 1), strict=True))
+        return self._singles.get(token)
 
     def find_last(self, key: int, *, long: bool) -> int | None:
         """The place behind the last run with this key; None where there is none."""

@@ -7,6 +7,7 @@ and after every move.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.follow import DocumentFollower
@@ -19,21 +20,27 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.num_tokens = len(token_ids)
-        self._index = index_prediction(token_ids)
+        self._token_ids = token_ids
+
+    @cached_property
+    def index(self) -> CompleteIndex:
+        """Where its runs are. Made for the first answer that comes: a request that waits in the queue has none."""
+        return index_prediction(self._token_ids)
 
     def begin(self) -> PredictionTally:
         """For a choice that has said nothing yet."""
-        return PredictionTally(self._index, self.num_tokens)
+        return PredictionTally(self)
 
 
 class PredictionTally:
     """Tally of how much of the prediction one choice has said."""
 
-    __slots__ = ("_accepted", "_follower", "_text", "num_tokens")
+    __slots__ = ("_accepted", "_follower", "_prediction", "_text", "num_tokens")
 
-    def __init__(self, index: CompleteIndex, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._follower = DocumentFollower(Source.PREDICTION, index, from_start=True)
+    def __init__(self, prediction: Prediction) -> None:
+        self.num_tokens = prediction.num_tokens
+        self._prediction = prediction
+        self._follower: DocumentFollower | None = None
         self._text: list[int] = []
         self._accepted = 0
 
@@ -45,6 +52,8 @@ class PredictionTally:
 
     def feed(self, token_id: int) -> None:
         """The choice has this token more."""
+        if self._follower is None:
+            self._follower = DocumentFollower(Source.PREDICTION, self._prediction.index, from_start=True)
         self._accepted += self._follower.peek() == token_id
         self._text.append(token_id)
         self._follower.feed(self._text)
