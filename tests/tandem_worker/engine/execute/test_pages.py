@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.execute.pages import BlockPages, find_pages
+from tandem_worker.host.memory import LARGE_PAGE, reserve_zeroed
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.host.zeroed import LARGE_PAGE, reserve_zeroed
 from tandem_worker.model.contract import KVCache, KVCacheSpec, KVLayerSpec, allocate_kv_cache
 
 PAGE = resource.getpagesize()

@@ -29,7 +29,7 @@ class LoadDesk:
         self._scheduler, self._source = scheduler, source
         self._numbers = itertools.count(1)
         self._loading: dict[int, list[Sequence]] = {}
-        """Whose blocks a load writes to, and then those that wait for the same blocks and have none of their own."""
+        """First whose blocks a load writes to, then those that wait for the same blocks and have none of their own."""
         self._load_of: dict[Sequence, int] = {}
         self._orders: dict[int, LoadOrder] = {}
         self._load_from: dict[bytes, int] = {}

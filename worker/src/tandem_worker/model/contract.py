@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from tandem_worker.host.zeroed import LARGE_PAGE, reserve_zeroed
+from tandem_worker.host.memory import LARGE_PAGE, reserve_zeroed
 
 if TYPE_CHECKING:
     import torch

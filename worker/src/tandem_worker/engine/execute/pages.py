@@ -1,6 +1,6 @@
 """Memory for the blocks of a CPU's block space, a little before they are written.
 
-The space is reserved whole and takes memory as it is touched (`host.zeroed`). A step that touches it first pays for
+The space is reserved whole and takes memory as it is touched (`host.memory`). A step that touches it first pays for
 clearing it, and where memory is fragmented for the system's search for a large page, 0.2 s once seen. So a thread stays
 a stretch ahead of the blocks that were ever given out.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from tandem_worker.host.memory import LARGE_PAGE
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.host.zeroed import LARGE_PAGE
 from tandem_worker.model.contract import KVCache
 
 logger = logging.getLogger(__name__)

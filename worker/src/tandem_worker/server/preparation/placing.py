@@ -24,9 +24,9 @@ from starlette.types import Receive, Scope
 from tandem_api.names import HEADER_LENIENT, RETRY_REQUEST
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
+from tandem_worker.host.memory import trim_memory
 from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError, header
 from tandem_worker.server.intake import SMALL_BODY_BYTES, BodyIntake

@@ -24,7 +24,7 @@ class Prediction:
 
     @cached_property
     def index(self) -> CompleteIndex:
-        """Where its runs are. Made for the first answer that comes: a request that waits in the queue has none."""
+        """Places of its runs. Made for the first answer that comes: a request that waits in the queue has none."""
         return index_prediction(self._token_ids)
 
     def begin(self) -> PredictionTally:

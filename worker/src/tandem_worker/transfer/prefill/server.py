@@ -18,8 +18,8 @@ from tandem_api.keys import KeyRing, open_ring
 from tandem_api.tracing import Tracer
 
 from tandem_worker.engine.contract import PrefillEngine
-from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.errors import ThreadStartError
+from tandem_worker.host.memory import trim_memory
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose, Refusal
 from tandem_worker.host.vitals import Vitals
