@@ -364,7 +364,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"requestChatTemplates": True}}, "engine.requestChatTemplates is of Tandem's own engine"),
         ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
         ({"engine": {"weights": "Plain"}}, "engine.weights is of Tandem's own engine"),
-        ({"engine": {"speculative": {"method": "Auto"}}}, "engine.speculative is of Tandem's own engine"),
+        ({"engine": {"speculative": {"method": "Lookup"}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"speculative": {"maxTokens": 4}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"speculative": {"adaptive": False}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"speculative": {"history": "0"}}}, "engine.speculative is of Tandem's own engine"),

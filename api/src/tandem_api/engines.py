@@ -84,11 +84,11 @@ class _Limit:
     """CEL over the spec; judged where `engine.kind` is another engine."""
 
 
-def _unset(path: str, value: str) -> str:
-    """CEL: `path` is absent, or has its default."""
+def _unset(path: str, *values: str) -> str:
+    """CEL: `path` is absent, or has its default: one of `values`."""
     parts = path.split(".")
     absent = " || ".join(f"!has(self.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
-    return f"{absent} || self.{path} == {value}"
+    return " || ".join([absent, *(f"self.{path} == {value}" for value in values)])
 
 
 def _in_roles(path: str, test: str) -> str:
@@ -131,8 +131,13 @@ _LIMITS = (
         ".engine.speculative",
         _ARGS,
         " && ".join(
-            f"({_unset(f'engine.speculative.{field}', value)})"
-            for field, value in (("method", "'Off'"), ("maxTokens", "8"), ("adaptive", "true"), ("history", "'64Mi'"))
+            f"({_unset(f'engine.speculative.{field}', *values)})"
+            for field, values in (
+                ("method", ("'Auto'", "'Off'")),
+                ("maxTokens", ("8",)),
+                ("adaptive", ("true",)),
+                ("history", ("'64Mi'",)),
+            )
         ),
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
@@ -237,7 +242,8 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.tools != "Auto",
         engine.generation_settings != "Model",
         engine.weights != "Auto",
-        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi"),
+        guesses.method not in {"Auto", "Off"}
+        or (guesses.max_tokens, guesses.adaptive, guesses.history) != (8, True, "64Mi"),
         kv.memory is not None,
         kv.disk is not None,
         kv.transport != "Auto",

@@ -570,7 +570,7 @@ _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, o
 
 
 class Speculative(Authored):
-    method: SpeculativeMethod = "Off"
+    method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
     `prediction` of the request, and in earlier answers with the same cache salt. `Auto` is `Lookup` where answers stay
     the same to the last bit, which the log says at the start; elsewhere it is `Off`."""
