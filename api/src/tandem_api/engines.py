@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tandem_api.names import Role
 from tandem_api.validation import cel_string, rule
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tandem_api.inferencemodel import InferenceModelSpec
 
 EngineKind = Literal["Tandem", "VLLM", "SGLang"]
-ENGINES: dict[str, EngineKind] = {"Tandem": "Tandem", "VLLM": "VLLM", "SGLang": "SGLang"}
+ENGINES: dict[str, EngineKind] = {kind: kind for kind in get_args(EngineKind)}
 """Every kind, by its text."""
 
 
@@ -30,6 +30,10 @@ class ForeignEngine:
     """Published, of one release."""
     kv_port: int
     """The port where a worker is asked for blocks: vLLM's NIXL side channel, SGLang's bootstrap server."""
+    kv_roles: frozenset[Role]
+    """Roles whose workers are asked there."""
+    decode_needs_prefill: bool
+    """Whether decode workers compute no prompts."""
     keep_alive_seconds: float
     """After so long the engine's HTTP server closes a connection that nothing was asked over."""
     own_arguments: tuple[str, ...]
@@ -44,8 +48,9 @@ class ForeignEngine:
 
 
 def needs_prefill(kind: EngineKind, role: Role) -> bool:
-    """Whether a worker of this role computes no prompts: decode workers of SGLang do not."""
-    return kind == "SGLang" and role is Role.DECODE
+    """Whether a worker of this role computes no prompts."""
+    engine = FOREIGN_ENGINES.get(kind)
+    return engine is not None and engine.decode_needs_prefill and role is Role.DECODE
 
 
 _HTTP_SERVER = ("host", "port", "api-key", "served-model-name", "ssl-keyfile", "ssl-certfile", "uds")
@@ -53,6 +58,8 @@ FOREIGN_ENGINES: dict[str, ForeignEngine] = {
     "VLLM": ForeignEngine(
         image="vllm/vllm-openai:v0.27.1",
         kv_port=5600,
+        kv_roles=frozenset({Role.PREFILL, Role.DECODE}),
+        decode_needs_prefill=False,
         keep_alive_seconds=5.0,
         own_arguments=(
             *_HTTP_SERVER, "model", "revision", "dtype", "max-model-len", "kv-transfer-config", "tensor-parallel-size",
@@ -63,6 +70,8 @@ FOREIGN_ENGINES: dict[str, ForeignEngine] = {
     "SGLang": ForeignEngine(
         image="lmsysorg/sglang:v0.5.19",
         kv_port=8998,
+        kv_roles=frozenset({Role.PREFILL}),
+        decode_needs_prefill=True,
         keep_alive_seconds=5.0,
         own_arguments=(
             *_HTTP_SERVER, "model", "model-path", "revision", "dtype", "context-length", "disaggregation-mode",
@@ -192,7 +201,7 @@ _NAMELESS = "has a value without the argument's name in front of it: write --NAM
 _BARE = r"[^-]|-[0-9.]"
 _WHOLE = r"-[^=]*="
 _FOREIGN = "has(self.engine) && has(self.engine.kind) && self.engine.kind != 'Tandem'"
-_NO_ARGS = "are for the kinds VLLM and SGLang: remove them, Tandem's own engine has fields"
+_NO_ARGS = f"are for the kinds {' and '.join(FOREIGN_ENGINES)}: remove them, Tandem's own engine has fields"
 
 
 def foreign_rules() -> list[Any]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from operator_objects import blueprint
-from tandem_api.engines import FOREIGN_ENGINES
+from tandem_api.engines import ENGINES, FOREIGN_ENGINES
 from tandem_api.names import LABEL_ENGINE
 from tandem_operator.objects.manifests import Manifest
 from tandem_operator.workloads import build_children
 from tandem_operator.workloads.configs import gateway_config
-from tandem_operator.workloads.engines import DRAIN
+from tandem_operator.workloads.engines import DIALECTS, DRAIN
 from tandem_operator.workloads.release import Release
 
 KINDS = pytest.mark.parametrize("kind", sorted(FOREIGN_ENGINES))
@@ -192,3 +192,8 @@ async def test_it_waits_no_longer_than_drain_timeout(tmp_path: Any) -> None:
     config.write_text('{"drainTimeoutSeconds": 2}')
     assert await run_drain(server.sockets[0].getsockname()[1], config) == (0, "")
     server.close()
+
+
+def test_every_engine_is_known_to_all_parts() -> None:
+    assert set(DIALECTS) == set(FOREIGN_ENGINES)
+    assert set(ENGINES) == {"Tandem", *FOREIGN_ENGINES}

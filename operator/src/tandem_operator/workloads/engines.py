@@ -7,6 +7,8 @@ Arguments are those that vLLM (https://docs.vllm.ai/en/stable/cli/serve/) and SG
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Protocol
 
 from tandem_api import names
 from tandem_api.engines import FOREIGN_ENGINES
@@ -46,6 +48,69 @@ while idle < 5 and time.monotonic() < end:
 gateways learn that the pod goes and decode workers fetch what it has computed, or until `drain.timeout`."""
 
 
+class Dialect(Protocol):
+    """How an engine of another project is started. One more engine is one more of these, and a line in `DIALECTS`."""
+
+    max_model_len: str
+    """Name of its argument for the longest text."""
+    tensor_parallel: str
+    pipeline_parallel: str
+
+    def command(self, model: str) -> list[str]:
+        """What begins its server. `model` is a repository of the hub, or a folder."""
+        ...
+
+    def env(self, role: Role) -> dict[str, str]:
+        """Environment variables that it reads."""
+        ...
+
+    def switches(self, role: Role) -> list[str]:
+        """Arguments that stand for no field of the spec."""
+        ...
+
+
+class _VLLM:
+    max_model_len, tensor_parallel, pipeline_parallel = (
+        "--max-model-len", "--tensor-parallel-size", "--pipeline-parallel-size"
+    )  # fmt: skip
+
+    def command(self, model: str) -> list[str]:
+        return ["vllm", "serve", model]
+
+    def env(self, role: Role) -> dict[str, str]:
+        env = {"VLLM_HOST_IP": "$(POD_IP)"}
+        if role is not Role.UNIFIED:
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "$(POD_IP)"
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(FOREIGN_ENGINES["VLLM"].kv_port)
+        return env
+
+    def switches(self, role: Role) -> list[str]:
+        transfer = [] if role is Role.UNIFIED else [f"--kv-transfer-config={json.dumps(_KV_TRANSFER)}"]
+        return ["--enable-prompt-tokens-details", *transfer]
+
+
+class _SGLang:
+    max_model_len, tensor_parallel, pipeline_parallel = "--context-length", "--tp-size", "--pp-size"
+
+    def command(self, model: str) -> list[str]:
+        return ["python3", "-m", "sglang.launch_server", f"--model-path={model}"]
+
+    def env(self, role: Role) -> dict[str, str]:
+        return {"SGLANG_HOST_IP": "$(POD_IP)"}
+
+    def switches(self, role: Role) -> list[str]:
+        switches = ["--enable-cache-report", "--enable-metrics"]
+        if role is Role.UNIFIED:
+            return switches
+        switches += [f"--disaggregation-mode={role.value}", "--disaggregation-transfer-backend=nixl"]
+        port = FOREIGN_ENGINES["SGLang"].kv_port
+        return [*switches, f"--disaggregation-bootstrap-port={port}"] if role is Role.PREFILL else switches
+
+
+DIALECTS: Mapping[str, Dialect] = {"VLLM": _VLLM(), "SGLang": _SGLang()}
+"""One for each of `FOREIGN_ENGINES`."""
+
+
 def is_foreign(blueprint: Blueprint) -> bool:
     """Whether workers run an engine of another project."""
     return blueprint.model.spec.engine.kind in FOREIGN_ENGINES
@@ -53,18 +118,16 @@ def is_foreign(blueprint: Blueprint) -> bool:
 
 def foreign_ports(blueprint: Blueprint, role: Role) -> list[tuple[str, int]]:
     """Names and numbers: inference, probes and metrics on one, and where blocks are asked for."""
-    kind = blueprint.model.spec.engine.kind
-    meets = role is Role.PREFILL or (role is Role.DECODE and kind == "VLLM")
-    return [("http", names.WORKER_HTTP_PORT), *([("kv", FOREIGN_ENGINES[kind].kv_port)] if meets else [])]
+    engine = FOREIGN_ENGINES[blueprint.model.spec.engine.kind]
+    return [("http", names.WORKER_HTTP_PORT), *([("kv", engine.kv_port)] if role in engine.kv_roles else [])]
 
 
 def foreign_container(blueprint: Blueprint, role: Role) -> Manifest:
     """What differs from the container of a Tandem worker."""
-    command = _vllm_command(blueprint) if _kind(blueprint) == "VLLM" else _sglang_command(blueprint)
     config = names.CONFIG_PATH
     drain = ["python3", "-c", DRAIN, str(names.WORKER_HTTP_PORT), config]
     return {
-        "command": command,
+        "command": _dialect(blueprint).command(_model_path(blueprint)),
         "args": [*_arguments(blueprint, role), *blueprint.model.spec.engine.args],
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
         "startupProbe": http_probe(
@@ -80,30 +143,15 @@ def foreign_env(blueprint: Blueprint, role: Role) -> list[Manifest]:
     env = {"HF_HOME": names.MODEL_CACHE_PATH} if blueprint.model.spec.model.uri.startswith("hf://") else {}
     if env and blueprint.release.hub_endpoint is not None:
         env["HF_ENDPOINT"] = blueprint.release.hub_endpoint
-    if _kind(blueprint) == "VLLM":
-        env["VLLM_HOST_IP"] = "$(POD_IP)"
-        if role is not Role.UNIFIED:
-            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "$(POD_IP)"
-            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(FOREIGN_ENGINES["VLLM"].kv_port)
-    else:
-        env["SGLANG_HOST_IP"] = "$(POD_IP)"
-    return [{"name": name, "value": value} for name, value in env.items()]
+    return [{"name": name, "value": value} for name, value in (env | _dialect(blueprint).env(role)).items()]
 
 
-def _kind(blueprint: Blueprint) -> str:
-    return blueprint.model.spec.engine.kind
-
-
-def _vllm_command(blueprint: Blueprint) -> list[str]:
-    return ["vllm", "serve", _model_path(blueprint)]
-
-
-def _sglang_command(blueprint: Blueprint) -> list[str]:
-    return ["python3", "-m", "sglang.launch_server", f"--model-path={_model_path(blueprint)}"]
+def _dialect(blueprint: Blueprint) -> Dialect:
+    return DIALECTS[blueprint.model.spec.engine.kind]
 
 
 def _model_path(blueprint: Blueprint) -> str:
-    """The model as both engines name it: a repository of the hub, or a folder."""
+    """The model as engines name it: a repository of the hub, or a folder."""
     scheme, _, rest = blueprint.model.spec.model.uri.partition("://")
     return {"hf": rest, "pvc": f"{names.MODEL_CLAIMS_PATH}/{rest}", "file": rest}[scheme]
 
@@ -111,7 +159,7 @@ def _model_path(blueprint: Blueprint) -> str:
 def _arguments(blueprint: Blueprint, role: Role) -> list[str]:
     """Those that the spec's fields stand for. The served name is the object's, and gateways translate it: renaming what
     clients see restarts nothing."""
-    spec, axes, is_vllm = blueprint.model.spec, blueprint.worker_spec(role).parallelism, _kind(blueprint) == "VLLM"
+    spec, axes, dialect = blueprint.model.spec, blueprint.worker_spec(role).parallelism, _dialect(blueprint)
     given: dict[str, object] = {
         "--host": "$(POD_IP)",
         "--port": names.WORKER_HTTP_PORT,
@@ -122,24 +170,10 @@ def _arguments(blueprint: Blueprint, role: Role) -> list[str]:
     if spec.engine.dtype != "Auto":
         given["--dtype"] = _DTYPES[spec.engine.dtype]
     if spec.engine.max_model_len is not None:
-        given["--max-model-len" if is_vllm else "--context-length"] = spec.engine.max_model_len
+        given[dialect.max_model_len] = spec.engine.max_model_len
     if axes.tensor > 1:
-        given["--tensor-parallel-size" if is_vllm else "--tp-size"] = axes.tensor
+        given[dialect.tensor_parallel] = axes.tensor
     if axes.pipeline > 1:
-        given["--pipeline-parallel-size" if is_vllm else "--pp-size"] = axes.pipeline
+        given[dialect.pipeline_parallel] = axes.pipeline
     arguments = [f"{name}={value}" for name, value in given.items()]
-    return [*arguments, *(_vllm_switches(role) if is_vllm else _sglang_switches(role))]
-
-
-def _vllm_switches(role: Role) -> list[str]:
-    transfer = [] if role is Role.UNIFIED else [f"--kv-transfer-config={json.dumps(_KV_TRANSFER)}"]
-    return ["--enable-prompt-tokens-details", *transfer]
-
-
-def _sglang_switches(role: Role) -> list[str]:
-    switches = ["--enable-cache-report", "--enable-metrics"]
-    if role is Role.UNIFIED:
-        return switches
-    switches += [f"--disaggregation-mode={role.value}", "--disaggregation-transfer-backend=nixl"]
-    port = FOREIGN_ENGINES["SGLang"].kv_port
-    return [*switches, f"--disaggregation-bootstrap-port={port}"] if role is Role.PREFILL else switches
+    return [*arguments, *dialect.switches(role)]

@@ -9,6 +9,8 @@ from tandem_gateway.upstream.engines.sglang import SGLang
 from tandem_gateway.upstream.engines.vllm import VLLM
 from tandem_gateway.upstream.http1 import IDLE_SECONDS
 
+ADAPTERS = {"VLLM": VLLM, "SGLang": SGLang}
+"""One for each of `FOREIGN_ENGINES`."""
 IDLE_SHARE = 0.6
 """Share of the time after which an engine closes an idle connection that this gateway keeps one: news takes its
 time."""
@@ -16,7 +18,7 @@ time."""
 
 def build_engines(host: Host, *, worker_model: str) -> dict[str, Engine]:
     """An adapter for each engine but Tandem's own. `worker_model` is what their workers call the model."""
-    return {"VLLM": VLLM(host, worker_model=worker_model), "SGLang": SGLang(host, worker_model=worker_model)}
+    return {kind: ADAPTERS[kind](host, worker_model=worker_model) for kind in FOREIGN_ENGINES}
 
 
 def idle_seconds(kind: EngineKind) -> float:
