@@ -7,7 +7,8 @@ import asyncio
 import openai
 import pytest
 from engine_double import read_prompt, write_text
-from tandem_gateway.upstream.engines import call
+from tandem_api.engines import FOREIGN_ENGINES
+from tandem_gateway.upstream.engines import ADAPTERS, call
 
 MESSAGES = [{"role": "user", "content": "how long is a piece of string? " * 8}]
 TEXT = "".join(write_text(read_prompt("/v1/chat/completions", {"messages": MESSAGES}), 5))
@@ -288,3 +289,7 @@ async def test_blocks_that_are_not_there_give_no_answer(start_pair, client, wron
     with pytest.raises(openai.InternalServerError, match=r"no such blocks|side channel"):
         await ask(client(running))
     await running.idle()
+
+
+def test_every_engine_has_its_adapter() -> None:
+    assert set(ADAPTERS) == set(FOREIGN_ENGINES)
