@@ -192,10 +192,27 @@ def test_bfloat16(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
         for length in (1, BLOCK, 5 * BLOCK + 3, 400):
             prompt = write(length, oracle)
             assert_same(complete(api, prompt, "half")[0], oracle, prompt, HALF_TIE)
+        predicted = repeat_answer(api, "half")
     if torch.cpu.get_capabilities().get("avx512_bf16"):
+        details = predicted.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens > 0, "guesses are on by default, and this one is right"
         for pod in fleet.pods("half", "prefill") + fleet.pods("half", "decode"):
             log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", pod["metadata"]["name"], "-c", "worker")
             assert "layers are made of the native backend" in log
+
+
+def repeat_answer(api: openai.OpenAI, model: str) -> Any:
+    """A chat, and the same with its answer foreseen: they differ in how many tokens a step gave."""
+    asked: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me what the sea is made of."}]
+    without = api.chat.completions.create(model=model, messages=asked, max_tokens=48, temperature=0)
+    text = without.choices[0].message.content or ""
+    predicted = api.chat.completions.create(
+        model=model, messages=asked, max_tokens=48, temperature=0, prediction={"type": "content", "content": text}
+    )
+    assert predicted.choices[0].message.content == text
+    assert predicted.usage is not None and without.usage is not None
+    assert predicted.usage.completion_tokens == without.usage.completion_tokens
+    return predicted
 
 
 def test_the_pair_that_served_is_named(main: Fleet, api: openai.OpenAI) -> None:
