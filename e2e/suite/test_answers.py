@@ -210,7 +210,8 @@ def repeat_answer(api: openai.OpenAI, model: str) -> Any:
         model=model, messages=asked, max_tokens=48, temperature=0, prediction={"type": "content", "content": text}
     )
     assert predicted.choices[0].message.content == text
-    assert predicted.usage is not None and without.usage is not None
+    assert predicted.usage is not None
+    assert without.usage is not None
     assert predicted.usage.completion_tokens == without.usage.completion_tokens
     return predicted
 
