@@ -477,9 +477,9 @@ async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
     whole = b"".join(events for events, _ in units)
     marks = [mark for _, mark in units]
     beyond = [number for number, mark in enumerate(marks) if mark.split()[4:5] == [b"-"]]
-    assert 3 < beyond[0] < len(marks) - 3
+    assert 1 < beyond[0] < len(marks) - 1, "an event may have several tokens"
     assert read_named(whole)[-1]["response"]["output"][-1]["content"][0]["logprobs"] == []
-    for cut in (beyond[0] - 2, beyond[0] - 1, beyond[0], beyond[0] + 1, beyond[-1]):
+    for cut in sorted({max(1, beyond[0] - 2), beyond[0] - 1, beyond[0], beyond[0] + 1, beyond[-1]}):
         rest = await resume(pair[1], request, head, marks[:cut])
         assert rest.status_code == 200, rest.text
         same(whole, b"".join(events for events, _ in [*units[:cut], *cut_units(rest.content)]))
