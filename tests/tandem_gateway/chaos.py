@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from tandem_api.launch import GatewayConfig, GatewayTimeouts, StoreLimits
 from tandem_api.names import Role
-from tandem_gateway.resume import MAX_STALLS
+from tandem_gateway.recovery import MAX_STALLS
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings

@@ -10,7 +10,7 @@ import pytest
 from tandem_api.launch import GatewayQueue, GatewayRouting
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
-from tandem_gateway import exchange as exchange_module
+from tandem_gateway.recovery import MAX_RESETS
 
 
 async def read_answer(running, data: bytes) -> tuple[int, bytes]:
@@ -86,7 +86,7 @@ async def test_a_request_that_kills_its_workers_stops_after_two(start_gateway, s
     status, body = await read_answer(running, chat())
     assert status == 502
     assert error_of(body)["code"] == "upstream_failed"
-    assert sum(len(worker.received) for worker in workers) == exchange_module.MAX_RESETS
+    assert sum(len(worker.received) for worker in workers) == MAX_RESETS
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED, USAGE
 from tandem_api.launch import TracingConfig
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.http.budget import Budget
-from tandem_gateway.resume import MAX_DEATHS, MAX_STALLS, SECONDS, Continuation, JournaledStream, may_keep
+from tandem_gateway.recovery import MAX_DEATHS, MAX_STALLS, POLICIES, Ending, Progress, decide
+from tandem_gateway.resume import SECONDS, Continuation, JournaledStream, may_keep
 from tandem_gateway.sse import EventTooLarge
 
 from tests.collector import run_collector
@@ -128,9 +129,17 @@ def test_what_comes_without_a_mark_is_passed_on_before_it_is_too_much() -> None:
     assert not stream.keeps
     assert stream.moved
     assert Continuation(stream, "r1").has_changed()
-    assert Continuation(stream, "r1").start_move("draining", 0.0) == "memory"
+    assert fail(Continuation(stream, "r1"), Ending.DRAINING, 0.0) == "memory"
     with pytest.raises(EventTooLarge):
         JournaledStream(HEAD).feed(b"data: " + b"x" * (5 << 20))
+
+
+def fail(moving: Continuation, ending: Ending, now: float) -> str | None:
+    """What a stream does whose worker has failed so: None where it moves, else why it cannot."""
+    policy = POLICIES[ending]
+    assert policy.outcome is not None
+    journal = moving.note_failure(policy.outcome.value, now, fatal=policy.fatal)
+    return decide(ending, Progress(begun=True, journal=journal)).unmoved
 
 
 def begun() -> Continuation:
@@ -142,28 +151,28 @@ def begun() -> Continuation:
 def test_workers_that_fail_one_after_another_end_it() -> None:
     moving = begun()
     for _ in range(MAX_STALLS):
-        assert moving.start_move("reset", 0.0) is None
+        assert fail(moving, Ending.RESET, 0.0) is None
         moving.end_move()
-    assert moving.start_move("reset", 0.0) == "deaths"
+    assert fail(moving, Ending.RESET, 0.0) == "deaths"
 
 
 def test_progress_makes_up_for_deaths_but_not_without_end() -> None:
     moving = begun()
     for _ in range(MAX_DEATHS):
-        assert moving.start_move("reset", 0.0) is None
+        assert fail(moving, Ending.RESET, 0.0) is None
         moving.end_move()
         moving.stream.feed(b"data: {}\n\n: t 0 9\n")
     assert moving.moves == MAX_DEATHS
-    assert moving.start_move("timeout", 0.0) == "deaths"
+    assert fail(moving, Ending.SILENT, 0.0) == "deaths"
 
 
 def test_drains_and_refusals_cost_time_alone() -> None:
     moving = begun()
     for second in range(int(SECONDS)):
-        assert moving.start_move(["draining", "connect", "busy"][second % 3], float(second)) is None
-    assert moving.start_move("connect", SECONDS) == "time"
+        assert fail(moving, (Ending.DRAINING, Ending.REFUSED, Ending.BUSY)[second % 3], float(second)) is None
+    assert fail(moving, Ending.REFUSED, SECONDS) == "time"
     moving.stream.feed(b"data: {}\n\n: t 0 9\n")
-    assert moving.start_move("draining", SECONDS) is None
+    assert fail(moving, Ending.DRAINING, SECONDS) is None
 
 
 def test_a_journal_beyond_the_bound_is_dropped() -> None:
@@ -172,7 +181,7 @@ def test_a_journal_beyond_the_bound_is_dropped() -> None:
     assert moving.has_changed()
     assert moving.held_bytes == 0
     assert moving.stream.feed(b"data: {}\n\n: t 0 9\n") == b"data: {}\n\n", "the client sees no marks"
-    assert moving.start_move("reset", 0.0) == "memory"
+    assert fail(moving, Ending.RESET, 0.0) == "memory"
 
 
 def test_kept_bodies_leave_half_of_the_budget_to_requests() -> None:

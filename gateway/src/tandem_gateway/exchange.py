@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Collection
+from dataclasses import replace
 from time import monotonic
 from typing import Protocol
 from urllib.parse import quote
@@ -33,10 +34,8 @@ from tandem_api.names import (
 
 from tandem_gateway.errors import (
     GatewayFull,
-    NoEndpoint,
     RequestError,
     UpstreamFailed,
-    UpstreamTimeout,
     WorkerFull,
     retry_after,
 )
@@ -46,11 +45,24 @@ from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
 from tandem_gateway.prompt import Inquiry
 from tandem_gateway.queueing import RequestQueue, Waiter
+from tandem_gateway.recovery import (
+    POLICIES,
+    Action,
+    Blame,
+    Ending,
+    Patience,
+    Progress,
+    Step,
+    decide,
+    may_ask_another,
+    may_displace,
+    name_answer,
+    name_failure,
+)
 from tandem_gateway.responses.recording import Recording
 from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     KEPT,
-    REQUESTS_FAULT,
     SHORT_CHUNKS,
     Choice,
     Decision,
@@ -70,10 +82,6 @@ from tandem_gateway.upstream.engines.contract import Engine, Order
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
-MAX_RESETS = 2
-"""So many of the times that it is sent may end in a reset: a request that kills its worker must not meet all of
-them."""
 GRACE_SECONDS = 5.0
 """A request waits this long for what a connection needs where this gateway itself lacks it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
@@ -117,6 +125,12 @@ DELIVERING = 4
 OVER = 5
 _ANSWERED = Outcome.ANSWERED
 _NO_NAMES: frozenset[str] = frozenset()
+_DETAILS = {
+    Ending.DRAINING: "the worker is shutting down",
+    # About this gateway's key, never about the client, who has shown the worker nothing.
+    Ending.UNAUTHORIZED: "the worker does not take this gateway's key",
+}
+"""What there is to say of an answer beyond its status."""
 _BROKEN = frozenset({Failure.RESET, Failure.STALE})
 """A connection to the worker ended: it may have died."""
 
@@ -449,7 +463,7 @@ class Exchange:
     def on_upstream_head(self, head: ResponseHead) -> None:
         fields = head.fields
         outcome = _ANSWERED if head.status == 200 else classify_status(head.status, fields.get(_RETRY))
-        if (outcome is not _ANSWERED or self.first_byte_at) and not self._may_take(outcome, head):
+        if (outcome is not _ANSWERED or self.first_byte_at) and not self._takes(outcome, head):
             return
         self._take_answer(outcome, head)
         if head.status == TOO_MANY:
@@ -464,120 +478,158 @@ class Exchange:
         if self.recording is not None and head.status == 200:
             self._stream = self.recording.follow(head, self._stream)
 
-    def _may_take(self, outcome: Outcome, head: ResponseHead) -> bool:
-        """Whether this answer, which is a failure or not the first one, is for the client. Where it is not, what is to
-        be done instead is done.
+    def _takes(self, outcome: Outcome, head: ResponseHead) -> bool:
+        """Whether the client is to get this answer, which is a failure or not the first one. Where it is not, what is
+        to be done instead is done.
         """
+        if self._begun and head.status == 200 and _RESUME in head.fields:
+            self._go_on(head)
+            return False
         assert self.choice is not None
-        if outcome is Outcome.DRAINING:
-            self._drop_call()
-            self._recover(outcome, "the worker is shutting down", failed=None)
-        elif outcome is Outcome.UNAUTHORIZED:
-            # About this gateway's key, never about the client, who has shown the worker nothing.
-            self._drop_call()
+        ending = name_answer(outcome, full=head.fields.get(_RETRY) == _RETRY_FULL)
+        if ending is Ending.UNAUTHORIZED:
             self._context.on_unauthorized(self.choice.decode)
-            self._recover(outcome, "the worker does not take this gateway's key")
-        elif self._begun:
-            self._go_on(outcome, head)
-        elif outcome is not _ANSWERED and self._can_move():
-            self._drop_call()
-            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
-        elif head.fields.get(_RETRY) != _RETRY_FULL or not self._displace():
-            return True
-        return False
+        detail = _DETAILS.get(ending) or f"the worker answered {head.status}"
+        return not self._end_attempt(ending, detail, head.status)
 
-    def _displace(self) -> bool:
-        """The worker has as many requests waiting as it takes: let the newest of whoever has most there go instead of
-        this one, where that is somebody else with more than one more. False: this one is refused."""
-        choice = self.choice
-        assert choice is not None
-        endpoint, now = choice.decode, self._loop.time()
-        if self._displaced or self._phase != SENT:
-            return False
-        newest: dict[str, Exchange] = {}
-        counts: Counter[str] = Counter()
-        for reservation in endpoint.owing:
-            holder = reservation.holder
-            if isinstance(holder, Exchange) and holder.choice is not None and holder.choice.decode is endpoint:
-                counts[holder.source] += 1
-                newest[holder.source] = holder
-        source, most = counts.most_common(1)[0] if counts else ("", 0)
-        if source == self.source or most <= counts[self.source]:
-            return False
+    def _displace(self, rival: Exchange) -> None:
+        """Let this one go instead, and take its place at the worker."""
+        assert self.choice is not None
+        endpoint, now = self.choice.decode, self._loop.time()
         self._displaced = True
-        self._drop_call()
-        self._count_end(failed=False)
-        if self.trace is not None:
-            self.trace.attempt_ended(self, Outcome.BUSY.value, self.answered_status)
-        self._release()
         others = (other.worker for other in self._context.scheduler.endpoints.values() if other is not endpoint)
         self._excluded = frozenset(worker.name for worker in others if worker.role is not Role.PREFILL)
         self._phase, self._deadline = WAITING, now + GRACE_SECONDS
-        newest[source].turn_away(
+        rival.turn_away(
             WorkerFull(
                 "as many requests wait at the worker as it takes, and most of them are of this client's address; try"
                 " again later",
                 self._context.queue.find_backlog(),
             )
         )
-        return True
+
+    def _find_rival(self) -> Exchange | None:
+        """The newest request at this worker of whoever has most there, where that is somebody else with more than one
+        more, and this one has made nobody go yet."""
+        choice = self.choice
+        assert choice is not None
+        if self._displaced:
+            return None
+        newest: dict[str, Exchange] = {}
+        counts: Counter[str] = Counter()
+        for reservation in choice.decode.owing:
+            holder = reservation.holder
+            if isinstance(holder, Exchange) and holder.choice is not None and holder.choice.decode is choice.decode:
+                counts[holder.source] += 1
+                newest[holder.source] = holder
+        source, most = counts.most_common(1)[0] if counts else ("", 0)
+        return None if source == self.source or most <= counts[self.source] else newest[source]
 
     @property
     def source(self) -> str:
         """The client whose request it is, as far as an address tells."""
         return self._connection.source
 
-    def _can_move(self) -> bool:
-        """Nothing of this answer has reached the client, and another worker is free to give a better one."""
-        assert self.choice is not None
-        scheduler = self._context.scheduler
-        if self.attempts >= MAX_ATTEMPTS or self._phase != SENT:
+    # attempts that end without the client's answer
+
+    def _end_attempt(self, ending: Ending, detail: str, status: int | None = None) -> bool:
+        """Do what is to be done after an attempt that ended so, with this `status` where it is an answer. False: the
+        client gets that answer."""
+        progress, rival = self._find_progress(ending, detail, status), None
+        if may_ask_another(ending, progress):
+            progress = replace(progress, another=self._is_another_free())
+        if may_displace(ending, progress):
+            rival = self._find_rival()
+            progress = replace(progress, outnumbered=rival is not None)
+        action = decide(ending, progress)
+        step = action.step
+        if step is Step.PASS_ON:
             return False
-        excluded = self._excluded | {self.choice.decode.worker.name}
-        return scheduler.choose(self.inquiry.demand, self._loop.time(), excluded) is not None and scheduler.may_retry()
-
-    def _recover(self, outcome: Outcome, detail: str, *, failed: bool | None = True, blame: bool = True) -> None:
-        """This attempt has ended without an answer, or within it. `failed`: whether the worker failed; None where it
-        did nothing, and rightly so. `blame`: the outcome says something about the worker.
-        """
-        if failed is not None:
-            self._count_end(failed=failed)
+        self._drop_call()
+        if action.failed is not None:
+            self._count_end(failed=action.failed)
         if self.trace is not None:
-            self.trace.attempt_ended(self, outcome.value, self.answered_status)
-        if blame:
-            self._blame(outcome)
-        if not self._begun:
-            self._retry(outcome, detail)
-        elif not self._move(outcome, detail):
-            error = UpstreamTimeout if outcome is Outcome.TIMEOUT else UpstreamFailed
-            self._fail(error(f"the answer broke off: {detail}"))
+            self.trace.attempt_ended(self, action.reason, self.answered_status)
+        self._blame(action)
+        if action.unmoved is not None:
+            self._context.on_resume_failed(action.unmoved)
+        if step is Step.FAIL:
+            assert action.error is not None
+            self._fail(action.error)
+            return True
+        self._release()
+        if step is Step.RETRY:
+            self._retry(action)
+        elif step is Step.MOVE:
+            self._move(action, detail)
+        elif rival is not None:
+            self._displace(rival)
+        else:
+            self._wait()
+        return True
 
-    def _blame(self, outcome: Outcome) -> None:
-        """What may be the fault of a request that nobody has answered yet waits until another worker has."""
+    def _find_progress(self, ending: Ending, detail: str, status: int | None) -> Progress:
+        """How far this request has come, of what can be told without looking for another worker."""
+        now, policy, continuation = self._loop.time(), POLICIES[ending], self._continuation
+        if ending is Ending.LOCAL:
+            self._connect_by = self._connect_by or now + GRACE_SECONDS
+        journal = None
+        if continuation is not None and self._begun and policy.outcome is not None:
+            journal = continuation.note_failure(policy.outcome.value, now, fatal=policy.fatal)
+        call = self._call
+        return Progress(
+            attempts=self.attempts,
+            resets=self._resets + (call is not None and call.resent),
+            untouched=self._phase == SENT,
+            begun=self._begun,
+            streams=self.inquiry.stream,
+            journal=journal,
+            status=self.answered_status if status is None else status,
+            waited=now >= (self._give_up_at or now + self._context.queue.settings.ttl_seconds),
+            starved=0 < self._connect_by <= now,
+            detail=detail,
+        )
+
+    def _is_another_free(self) -> bool:
+        """Another worker is free for this request now, and the budget of retries allows it; spends of that."""
+        return self._can_go_elsewhere() and self._context.scheduler.may_retry()
+
+    def _blame(self, action: Action) -> None:
         assert self.choice is not None
-        decode, scheduler, now = self.choice.decode, self._context.scheduler, self._loop.time()
-        if outcome is Outcome.TIMEOUT:
+        decode, scheduler, outcome, now = self.choice.decode, self._context.scheduler, action.outcome, self._loop.time()
+        if action.blame is Blame.SILENCE:
             timeouts = self._context.timeouts
             allowed = self._answer_seconds() if self._head is None else timeouts.idle_seconds
             scheduler.report_timeout(decode, allowed, now)
-        elif outcome in REQUESTS_FAULT and not self._begun:
+        elif outcome is not None and action.blame is Blame.SUSPECT:
             self._suspects += ((decode, outcome),)
-        else:
+        elif outcome is not None and action.blame is Blame.WORKER:
             scheduler.report(decode, outcome, now)
 
-    def _move(self, outcome: Outcome, detail: str) -> bool:
-        """Let another worker go on with a stream that has begun. False: that cannot be."""
-        continuation, now = self._continuation, self._loop.time()
+    def _retry(self, action: Action) -> None:
+        """Hand the request to another worker."""
         assert self.choice is not None
-        decode, reason = self.choice.decode, outcome.value
-        problem = "unkept" if continuation is None else continuation.start_move(reason, now)
-        if continuation is None or problem is not None:
-            self._context.on_resume_failed(problem or "unkept")
-            return False
-        log.info("a stream moves", extra={"request_id": self.request_id.decode(), "reason": reason, "detail": detail,
-                                          "worker": decode.worker.name})  # fmt: skip
-        self._call = None
-        self._release()
+        self._head = self._stream = None
+        self._held.clear()
+        self._held_bytes = 0
+        self._excluded |= {self.choice.decode.worker.name}
+        self._resets += action.kills
+        if action.patience is Patience.RUNS:
+            self._give_up_at = self._give_up_at or self._loop.time() + self._context.queue.settings.ttl_seconds
+        elif action.patience is Patience.ANEW:
+            self._give_up_at = 0.0
+        self._context.on_retry(self, action.reason)
+        self.dispatch()
+
+    def _move(self, action: Action, detail: str) -> None:
+        """Let another worker go on with a stream that has begun."""
+        continuation = self._continuation
+        assert continuation is not None
+        assert self.choice is not None
+        decode = self.choice.decode
+        log.info("a stream moves", extra={"request_id": self.request_id.decode(), "reason": action.reason,
+                                          "detail": detail, "worker": decode.worker.name})  # fmt: skip
+        continuation.stream.restart()
         self._excluded |= {decode.worker.name}
         unsent, self._unsent = self._unsent, b""
         if unsent:
@@ -587,28 +639,24 @@ class Exchange:
             self._phase = WAITING  # for its client: nothing would hold the next worker back
         else:
             self.dispatch()
-        return True
 
-    def _go_on(self, outcome: Outcome, head: ResponseHead) -> None:
-        """What a worker answers that was to take over a stream."""
+    def _wait(self) -> None:
+        """The gateway itself lacks what a connection needs. Others may soon give some back."""
+        self._context.on_retry(self, Failure.LOCAL.value)
+        self.attempts -= 1
+        self._deadline = self._connect_by + GRACE_SECONDS
+        self._phase = WAITING
+
+    def _go_on(self, head: ResponseHead) -> None:
+        """Another worker takes over a stream."""
         continuation = self._continuation
         assert continuation is not None
         assert self._reservation is not None
-        now = self._loop.time()
-        if head.status == 200 and _RESUME in head.fields:
-            self._take_answer(outcome, head)
-            self._phase = STREAMING
-            self._reads += 1
-            self._reservation.first_token(now)
-            self._context.on_resumed(continuation.end_move())
-            return
-        self._drop_call()
-        if outcome is _ANSWERED:
-            self._count_end(failed=False)
-            self._context.on_resume_failed("refused")
-            self._fail(UpstreamFailed(f"the answer broke off, and no other worker could go on with it ({head.status})"))
-        else:
-            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
+        self._take_answer(_ANSWERED, head)
+        self._phase = STREAMING
+        self._reads += 1
+        self._reservation.first_token(self._loop.time())
+        self._context.on_resumed(continuation.end_move())
 
     def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
         """This is the answer that the client gets: what it says about the workers."""
@@ -636,9 +684,7 @@ class Exchange:
         try:
             data = stream.feed(data)
         except EventTooLarge:
-            self._drop_call()
-            self._count_end(failed=True)
-            self._fail(UpstreamFailed("the worker sent an event without end"))
+            self._end_attempt(Ending.ENDLESS, "an event without end")
             return
         if not data:
             return
@@ -663,7 +709,7 @@ class Exchange:
             self._resets += call is not None and call.resent
             moved = isinstance(stream, JournaledStream) and stream.moved
             detail = "the worker ended its stream before the answer was complete"
-            self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)
+            self._end_attempt(Ending.HANDED_ON if moved else Ending.RESET, detail)
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
         self._take_call()
@@ -672,16 +718,10 @@ class Exchange:
             self._context.isolation.report_death(self.choice.decode.worker.name, self._loop.time())
         if self._stream is not None and self._stream.done:
             self._end_stream(self._stream)
-        elif failure is Failure.LOCAL:
-            self._wait(detail)
-        elif failure in (Failure.HELPER, Failure.STALE):
-            self._recover(Outcome.RESET, detail, failed=None, blame=False)
         else:
             # A worker may end what nobody takes from it.
-            streams = self._phase == STREAMING
-            held = streams and (self._slow or self._loop.time() < self._held_back_until)
-            outcome = Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET
-            self._recover(outcome, detail, failed=None if held else True, blame=not held)
+            slow = self._slow or self._loop.time() < self._held_back_until
+            self._end_attempt(name_failure(failure, held_back=slow and self._phase == STREAMING), detail)
 
     # the client's side
 
@@ -738,17 +778,7 @@ class Exchange:
             self._leave_queue("expired")
             self._fail(self._context.queue.refuse())
             return
-        moves = self.inquiry.stream and (self._begun or self._can_move())
-        self._drop_call()
-        if moves:
-            self._recover(Outcome.TIMEOUT, "the worker was silent for too long")
-            return
-        self._count_end(failed=True)
-        self._blame(Outcome.TIMEOUT)
-        if self._head is None:
-            self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
-        else:
-            self._fail(UpstreamTimeout("the worker was silent for too long"))
+        self._end_attempt(Ending.SILENT, "the worker was silent for too long")
 
     def _stay_in_queue(self) -> bool:
         """Its time in the queue is over. Where somebody serves by now, its turn comes: in as much time again it goes to
@@ -759,50 +789,6 @@ class Exchange:
             return self.dispatch()
         self._deadline = now + self._context.queue.settings.ttl_seconds
         return self._context.scheduler.choose(self.inquiry.demand, now) is not None
-
-    def _wait(self, detail: str) -> None:
-        """The gateway itself lacks what a connection needs. Others may soon give some back."""
-        self._release()
-        if self.trace is not None:
-            self.trace.attempt_ended(self, Failure.LOCAL.value, None)
-        now = self._loop.time()
-        self._connect_by = self._connect_by or now + GRACE_SECONDS
-        if now >= self._connect_by:
-            self._fail(GatewayFull(f"the gateway cannot connect to a worker: {detail}; try again shortly"))
-            return
-        self._context.on_retry(self, Failure.LOCAL.value)
-        self.attempts -= 1
-        self._deadline = self._connect_by + GRACE_SECONDS
-        self._phase = WAITING
-
-    def _retry(self, outcome: Outcome, detail: str) -> None:
-        """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
-        assert self.choice is not None
-        decode = self.choice.decode
-        now = self._loop.time()
-        self._release()
-        self._head = self._stream = None
-        self._held.clear()
-        self._held_bytes = 0
-        self._excluded |= {decode.worker.name}
-        self._resets += outcome in (Outcome.RESET, Outcome.TIMEOUT)
-        exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS
-        if outcome in (Outcome.REFUSED, Outcome.UNAUTHORIZED):
-            # Costs nothing but time: a pod that restarts in place is back soon, keys arrive, or another takes over.
-            self._give_up_at = self._give_up_at or now + self._context.queue.settings.ttl_seconds
-            exhausted = exhausted and now >= self._give_up_at
-        elif outcome is not Outcome.DRAINING:
-            self._give_up_at = 0.0  # this worker had begun with it: should nobody be there, the wait begins anew
-        if exhausted and not self._resets:
-            self._fail(NoEndpoint(f"no worker is available: {detail}; try again shortly"))
-            return
-        if exhausted:
-            self._fail(
-                UpstreamFailed(f"no worker could answer after {self.attempts} attempts; the last said: {detail}")
-            )
-            return
-        self._context.on_retry(self, outcome.value)
-        self.dispatch()
 
     # what the client gets
 

@@ -1,10 +1,10 @@
-"""Streams that outlive their worker: what is kept of them, and how often they may move.
+"""Streams that outlive their worker: what is kept of them, and how they have fared.
 
 A decode worker that was asked to writes marks between its events (`tandem_api.journal`). Events are passed on only up
 to the last mark that is here, so what the client has seen and the journal never disagree. When the worker is gone, the
 same request goes to another one of its revision with the journal before it, and that worker's events follow on.
 
-Pure: no sockets, no clock. Who moves what, and when, is `exchange`'s.
+Pure: no sockets, no clock. Whether a stream may move is `recovery`'s to say, and who carries it out is `exchange`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from typing import Any
 from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED, USAGE
 
 from tandem_gateway.http.budget import FREE_BYTES, Budget
-from tandem_gateway.scheduling import Outcome
+from tandem_gateway.recovery import Journal
 from tandem_gateway.sse import MAX_EVENT_BYTES, TAIL_BYTES, EventStream, EventTooLarge
 
 SECONDS = 30.0
 """A stream waits this long for somebody who takes it over: its client sees a pause."""
-MAX_STALLS = 3
-"""Moves after failures without any event between them. A request that kills workers must not meet all of them."""
-MAX_DEATHS = 8
-"""Workers that fail under one stream, in all."""
-FATAL = frozenset(outcome.value for outcome in (Outcome.RESET, Outcome.TIMEOUT, Outcome.ERROR))
-"""Reasons that may be the stream's own fault."""
 _LINE = b"\n" + MARK
 _GROWN_BYTES = 16 * 1024
 _USAGE_FIELDS = 3
@@ -142,7 +136,7 @@ class JournaledStream(EventStream):
 
 
 class Continuation:
-    """How one stream has moved, and whether it may once more. It has begun: its client has seen an event."""
+    """How one stream has moved, and what its next move goes by. It has begun: its client has seen an event."""
 
     __slots__ = (
         "_accounted",
@@ -175,25 +169,20 @@ class Continuation:
     def held_bytes(self) -> int:
         return len(self.stream.journal)
 
-    def start_move(self, reason: str, now: float) -> str | None:
-        """Whether it may move now; else why not, in one word."""
+    def note_failure(self, reason: str, now: float, *, fatal: bool) -> Journal:
+        """Its worker has failed it. Returns how it stands: the time for a move begins with the first failure after an
+        event."""
         stream = self.stream
         if not stream.keeps:
-            return "memory"
+            return Journal(kept=False)
         if stream.events != self._events_seen or not self.reason:
             self._events_seen = stream.events
             self._stalls = 0
             self.deadline = now + SECONDS
             self.reason = reason
-        if reason in FATAL:
-            self._stalls += 1
-            self._deaths += 1
-        if self._stalls > MAX_STALLS or self._deaths > MAX_DEATHS:
-            return "deaths"
-        if now >= self.deadline:
-            return "time"
-        stream.restart()
-        return None
+        self._stalls += fatal
+        self._deaths += fatal
+        return Journal(stalls=self._stalls, deaths=self._deaths, late=now >= self.deadline)
 
     def end_move(self) -> str:
         """Another worker goes on. Returns why it had to."""

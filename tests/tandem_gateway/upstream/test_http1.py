@@ -12,7 +12,7 @@ import resource
 import socket
 
 import pytest
-from tandem_gateway import exchange as exchange_module
+from tandem_gateway.recovery import MAX_RESETS
 from tandem_gateway.upstream import http1_connection
 from tandem_gateway.upstream.base import Failure
 from tandem_gateway.upstream.http1 import Http1Call, Http1Link
@@ -172,7 +172,7 @@ async def test_a_request_is_not_sent_again_after_the_worker_began_to_answer(star
     assert (await ask(running, chat, "a"))[0] == 200
     status, _ = await ask(running, chat, "b")
     assert status == 502
-    assert len(begun) == exchange_module.MAX_RESETS
+    assert len(begun) == MAX_RESETS
 
 
 async def test_a_killed_worker_costs_nobody_an_answer(launch, launch_worker, connect) -> None:
