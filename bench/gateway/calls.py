@@ -18,8 +18,8 @@ from typing import Any
 
 import uvloop
 from tandem_gateway.http.connection import ClientConnection
-from tandem_gateway.server import Server
-from tandem_gateway.settings import parse_settings
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.upstream.http1_connection import WorkerConnection
 
 from bench.gateway.load import RequestShape

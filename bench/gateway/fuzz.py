@@ -27,11 +27,11 @@ from typing import cast
 import uvloop
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayTimeouts
 from tandem_api.names import Role
-from tandem_gateway import exchange
+from tandem_gateway.exchange import exchange
 from tandem_gateway.http import connection
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
 
 from bench.gateway.fuzz_cases import NAME, STRANGER, FuzzStep, make_name, plan_answer, plan_client, read_responses
 

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 import uvloop
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import parse_settings
 
 FLEETS = (64, 1000)
 REPORTS = 5

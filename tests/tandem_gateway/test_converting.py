@@ -11,7 +11,7 @@ import pytest
 from tandem_api.launch import GatewayQueue, GatewayRouting, TTFTDeadline
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
-from tandem_gateway.access_log import AccessLog
+from tandem_gateway.records.access_log import AccessLog
 
 
 def tell(running: Any, name: str, **figures: Any) -> None:

@@ -9,9 +9,9 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.fairness import Sources
 from tandem_gateway.http import connection as connection_module
 from tandem_gateway.http.budget import FREE_BYTES, UNCOUNTED_BYTES, Budget, Share
+from tandem_gateway.http.fairness import Sources
 
 HOG, OTHER = "127.0.0.1", "127.0.0.2"
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -12,9 +12,9 @@ import pytest
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, FleetReport
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayRouting
 from tandem_api.names import HEADER_QUEUE_SECONDS
-from tandem_gateway import admin
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
+from tandem_gateway.process import admin
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 
 from tests.tandem_gateway.conftest import FakeWorker, Running, chat_request, until
 

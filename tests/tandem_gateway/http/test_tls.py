@@ -20,7 +20,7 @@ from tandem_api.launch import ClientTLS
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.http import tls as tls_module
 from tandem_gateway.http.tls import HANDSHAKES_PER_TURN, Certificate, Handshakes
-from tandem_gateway.settings import parse_settings
+from tandem_gateway.process.settings import parse_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PIECE = b"x" * 65536

@@ -16,8 +16,8 @@ import openai
 import orjson
 import pytest
 from tandem_api.launch import CORSRules, GatewayRouting, StoreLimits
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.responses.conversation import MAX_DEPTH
-from tandem_gateway.settings import parse_settings
 
 from tests.tandem_gateway.conftest import FakeWorker, Received, Running, begin_stream, chunk, send_json, until
 

@@ -12,7 +12,7 @@ import resource
 import socket
 
 import pytest
-from tandem_gateway.recovery import MAX_RESETS
+from tandem_gateway.exchange.recovery import MAX_RESETS
 from tandem_gateway.upstream import http1_connection
 from tandem_gateway.upstream.base import Failure
 from tandem_gateway.upstream.http1 import Http1Call, Http1Link

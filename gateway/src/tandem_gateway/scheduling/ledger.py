@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.holding import Holding
+from tandem_gateway.scheduling.shared import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
 
 _TOKENS_PER_STEP = 32

@@ -17,13 +17,12 @@ from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
-from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
-from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.shared import Holding, SharedPrefix
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
