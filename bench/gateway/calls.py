@@ -72,7 +72,7 @@ def build_request(*, pairs: bool) -> Callable[[int], None]:
     server, socket = Server(settings), Socket()
     server.apply_workers(list(settings.workers))
     asked: list[WorkerConnection] = []
-    client: Any = ClientConnection(server.gateway)
+    client: Any = ClientConnection(server.reception)
     client.connection_made(Transport(socket, lambda: None))
     for endpoint in server.gateway.scheduler.endpoints.values():
         link: Any = server.gateway.link(endpoint)

@@ -81,7 +81,7 @@ async def measure(workers: int, port: int, seconds: float) -> str:
     size = 0
     for _ in range(REPORTS):
         began = time.process_time()
-        size = len(server.gateway.describe_fleet().to_json())
+        size = len(server.reports.describe_fleet().to_json())
         took.append(time.process_time() - began)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -219,6 +219,11 @@ class Fleet:
         return self._server.gateway
 
     @property
+    def reports(self) -> Any:
+        assert self._server is not None
+        return self._server.reports
+
+    @property
     def url(self) -> str:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.http_port}"

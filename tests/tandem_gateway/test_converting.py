@@ -52,7 +52,7 @@ async def test_the_decode_worker_is_told_to_compute_the_prompt_and_how_long_step
     assert "prefill" not in fields
     assert 9000 < int(fields["prefill_ms"]) < 12000
     assert int(fields["ttft_ms"]) < 1000
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert 'tandem_gateway_conversions_total{verdict="converted"} 1.0' in text
 
 

@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_waits_no_more(start_gateway: Any, connect: A
     await until(lambda: running.gateway.queue.line.size == 1)
     writer.transport.abort()
     await until(lambda: not running.gateway.queue.line.size)
-    traffic = running.gateway.describe_fleet().traffic
+    traffic = running.server.reports.describe_fleet().traffic
     assert traffic is not None
     assert traffic.waiting_requests == 0
     assert traffic.idle_seconds is not None

@@ -79,7 +79,7 @@ async def test_a_late_worker_answers_all_who_wait_few_at_a_time_and_in_the_order
     for number, size in enumerate(sizes):
         tasks.append(asyncio.create_task(ask(running, numbered(number, size))))
         await until(lambda number=number: running.gateway.queue.line.size == number + 1)
-    assert b"tandem_gateway_queue_requests 200.0" in running.gateway.render_metrics()
+    assert b"tandem_gateway_queue_requests 200.0" in running.server.reports.render_metrics()
     dues = {int(entry[2].item.request_id): entry[0] for entry in running.gateway.queue.line._heap}
     order = sorted(dues, key=dues.__getitem__)
     assert order != sorted(order), "the length of prompts matters"

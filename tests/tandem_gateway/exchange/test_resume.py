@@ -321,7 +321,9 @@ async def test_a_worker_that_cannot_go_on_ends_it_in_an_error(fleet, chat) -> No
     assert tokens_of(body) == ["t0", "t1", "t2"]
     assert 'data: {"error"' in body
     assert running.gateway.metrics.failed_resumes == {"refused": 1}
-    assert 'tandem_gateway_failed_resumes_total{reason="refused"} 1.0' in running.gateway.render_metrics().decode()
+    assert (
+        'tandem_gateway_failed_resumes_total{reason="refused"} 1.0' in running.server.reports.render_metrics().decode()
+    )
     await running.idle()
 
 

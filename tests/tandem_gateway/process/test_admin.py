@@ -74,9 +74,9 @@ async def test_probes_are_answered_while_one_address_takes_all_connections(
 
 async def test_a_gateway_is_ready_once_it_has_asked_for_what_it_follows(start_gateway, start_worker) -> None:
     """Else one that starts in the middle of a change of name would refuse the name from before."""
-    gateway = (await start_gateway(await start_worker())).gateway
+    server = (await start_gateway(await start_worker())).server
     asked = False
-    admin = admin_module.Admin(gateway, knows_routing=lambda: asked)
+    admin = admin_module.Admin(server.gateway, server.reports, knows_routing=lambda: asked)
     admin.discovered = True
     assert admin.answer(b"GET", "/readyz", from_here=True)[::2] == (503, b"the model has not been read yet\n")
     asked = True

@@ -73,10 +73,10 @@ async def test_without_a_collector_requests_are_answered_and_spans_counted(
         assert b" 200 " in await running.raw(chat(headers="connection: close\r\n"))
     running.gateway.tracer.follow(None)  # what waits is tried once more, and given up
     await until(lambda: running.gateway.tracer.counts["export_failed"] == 15, wait=60)
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert 'tandem_gateway_trace_spans_total{outcome="export_failed"} 15.0' in text
     assert "trace_spans" not in (await _fresh(start_gateway)).render_metrics().decode()
 
 
 async def _fresh(start_gateway):
-    return (await start_gateway()).gateway
+    return (await start_gateway()).server.reports

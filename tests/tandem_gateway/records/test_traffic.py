@@ -63,7 +63,7 @@ def test_what_an_answer_says_is_counted() -> None:
 
 
 def traffic_of(running: Any) -> Traffic:
-    found = running.gateway.describe_fleet().traffic
+    found = running.server.reports.describe_fleet().traffic
     assert found is not None
     return found
 

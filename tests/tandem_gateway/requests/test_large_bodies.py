@@ -63,7 +63,9 @@ async def test_no_stream_waits_for_more_than_one_of_many(
 ) -> None:
     running = await start_gateway(await start_worker())
     clients = Clients(running.port, build(body), count)
-    await until(lambda: sum(c._reader.body_bytes > len(body) - 65536 for c in running.gateway.connections) == count)
+    await until(
+        lambda: sum(c._reader.body_bytes > len(body) - 65536 for c in running.server.reception.connections) == count
+    )
     await asyncio.to_thread(clients.ready.wait)
     time.sleep(0.05)  # noqa: ASYNC251  the loop stands while all of them arrive
     longest = 0.0

@@ -169,7 +169,7 @@ async def ask(running: Any, **fields: Any) -> httpx.Response:
 
 
 def links_of(running: Any) -> list[NativeLink]:
-    return [found for found in running.gateway._links.values() if isinstance(found, NativeLink)]
+    return [found for found in running.gateway.upstreams.links.values() if isinstance(found, NativeLink)]
 
 
 async def linked(running: Any) -> None:

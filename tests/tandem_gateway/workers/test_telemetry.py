@@ -351,11 +351,11 @@ async def test_fleet_and_metrics_tell_what_was_read(start_gateway, start_worker,
     known = running.workers[0].worker
     server.apply_workers([replace(known, status_address=f"127.0.0.1:{port.port}")])
     await until(lambda: server.telemetry.reads["ok"])
-    (report,) = running.gateway.describe_fleet().workers
+    (report,) = running.server.reports.describe_fleet().workers
     assert report.telemetry == SAMPLE
     assert report.telemetry_age is not None
     assert report.telemetry_age < 5
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert f'{Metric.GATEWAY_TELEMETRY_READS_TOTAL}{{result="ok"}}' in text
 
 
@@ -377,7 +377,7 @@ async def test_what_a_worker_tells_decides_where_requests_go(start_gateway, star
         choice = scheduler.choose(Demand(prompt_tokens=500, output_tokens=5, prefix=[], affinity=0), now)
         assert choice is not None
         assert choice.decode.worker.name == "other"
-    (described,) = [one for one in running.gateway.describe_endpoints() if one["name"] == known.name]
+    (described,) = [one for one in running.server.reports.describe_endpoints() if one["name"] == known.name]
     assert (described["otherTokens"], described["kvTokens"]) == (30_000, 1600)
 
     port.behave = sends(changed(**said | {"queuedPrefillTokens": 2**63 - 1}, kvEvictionHorizon=0.0, at=513.0))

@@ -61,6 +61,7 @@ from tandem_gateway.http.journal import JournaledStream
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, ResponseHead, build_chunk, build_error, build_head
 from tandem_gateway.http.sse import EventStream, EventTooLarge, build_failure, find_usage
+from tandem_gateway.records.metrics import Metrics
 from tandem_gateway.records.tracing import ExchangeTrace
 from tandem_gateway.requests.prompt import Inquiry
 from tandem_gateway.responses.recording import Recording
@@ -151,22 +152,13 @@ class Context(Protocol):
     """Who asks is told where their request went."""
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
+    metrics: Metrics
     engines: dict[str, Engine]
     """How workers of other engines than Tandem's are asked."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
     def on_exchange_end(self, exchange: Exchange) -> None: ...
-
-    def on_retry(self, exchange: Exchange, reason: str) -> None: ...
-
-    def on_resumed(self, reason: str) -> None:
-        """A stream goes on at another worker."""
-        ...
-
-    def on_resume_failed(self, reason: str) -> None:
-        """A stream ends because no worker could go on with it."""
-        ...
 
     def on_unauthorized(self, endpoint: Endpoint) -> None: ...
 
@@ -184,8 +176,17 @@ class Exchange:
     )  # fmt: skip
 
     def __init__(
-        self, context: Context, connection: ClientConnection, request: Request, inquiry: Inquiry, request_id: bytes
+        self,
+        context: Context,
+        connection: ClientConnection,
+        request: Request,
+        inquiry: Inquiry,
+        request_id: bytes,
+        recording: Recording | None = None,
+        trace: ExchangeTrace | None = None,
     ) -> None:
+        """Without a `recording` its answer is nothing to a store of responses, without a `trace` its spans are not
+        recorded."""
         self._context = context
         self._connection = connection
         self._loop = connection.loop
@@ -204,10 +205,8 @@ class Exchange:
         self.error: str | None = None
         self.queue_seconds = 0.0
         """Time that it waited for a worker, so far."""
-        self.trace: ExchangeTrace | None = None
-        """None: its spans are not recorded."""
-        self.recording: Recording | None = None
-        """None: its answer is nothing to a store of responses."""
+        self.trace = trace
+        self.recording = recording
         self._phase = NEW
         self._ticket: Ticket[Waiter] | None = None
         """Its place in the queue that it waits in."""
@@ -553,7 +552,7 @@ class Exchange:
             self.trace.attempt_ended(self, action.reason, self.answered_status)
         self._blame(action)
         if action.unmoved is not None:
-            self._context.on_resume_failed(action.unmoved)
+            self._context.metrics.failed_resumes[action.unmoved] += 1
         if step is Step.FAIL:
             assert action.error is not None
             self._fail(action.error)
@@ -619,7 +618,7 @@ class Exchange:
             self._give_up_at = self._give_up_at or self._loop.time() + self._context.queue.settings.ttl_seconds
         elif action.patience is Patience.ANEW:
             self._give_up_at = 0.0
-        self._context.on_retry(self, action.reason)
+        self._context.metrics.retries[action.reason] += 1
         self.dispatch()
 
     def _move(self, action: Action, detail: str) -> None:
@@ -643,7 +642,7 @@ class Exchange:
 
     def _wait(self) -> None:
         """The gateway itself lacks what a connection needs. Others may soon give some back."""
-        self._context.on_retry(self, Failure.LOCAL.value)
+        self._context.metrics.retries[Failure.LOCAL.value] += 1
         self.attempts -= 1
         self._deadline = self._connect_by + GRACE_SECONDS
         self._phase = WAITING
@@ -657,7 +656,7 @@ class Exchange:
         self._phase = STREAMING
         self._reads += 1
         self._reservation.first_token(self._loop.time())
-        self._context.on_resumed(continuation.end_move())
+        self._context.metrics.resumes[continuation.end_move()] += 1
 
     def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
         """This is the answer that the client gets: what it says about the workers."""
@@ -773,7 +772,7 @@ class Exchange:
     def _time_out(self) -> None:
         if self._phase == WAITING:
             if self._begun:
-                self._context.on_resume_failed("time")
+                self._context.metrics.failed_resumes["time"] += 1
             if self._ticket is not None and self._stay_in_queue():
                 return
             self._leave_queue("expired")

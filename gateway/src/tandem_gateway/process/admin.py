@@ -23,6 +23,7 @@ from tandem_gateway.http.fairness import Sources
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_plain
 from tandem_gateway.process.gateway import Gateway
+from tandem_gateway.process.reports import Reports
 from tandem_gateway.requests.prompt import guess_path
 
 MAX_CONNECTIONS = 64
@@ -52,21 +53,29 @@ class _Question:
     def on_client_ready(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Bounds:
+    """Satisfies `http.connection.Bounds`."""
+
+    timeouts: GatewayTimeouts
+    max_body_bytes: int
+    budget: Budget
+
+
 class Admin:
     """Handler of the connections to the metrics port. `ready` says whether discovery has spoken once; draining makes
     the process unready before it stops."""
 
-    timeouts = GatewayTimeouts(header_seconds=_SECONDS, body_seconds=_SECONDS, idle_seconds=_SECONDS)
-    max_body_bytes = MAX_BODY_BYTES
-
-    def __init__(self, gateway: Gateway, *, knows_routing: Callable[[], bool]) -> None:
+    def __init__(self, gateway: Gateway, reports: Reports, *, knows_routing: Callable[[], bool]) -> None:
         """`knows_routing`: whether what the gateway follows of its model has been asked for once."""
         self._gateway = gateway
+        self._reports = reports
         self._knows_routing = knows_routing
         self._connections: set[ClientConnection] = set()
         self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
-        self.budget = Budget(4 * MAX_BODY_BYTES)
+        timeouts = GatewayTimeouts(header_seconds=_SECONDS, body_seconds=_SECONDS, idle_seconds=_SECONDS)
+        self.bounds = _Bounds(timeouts, MAX_BODY_BYTES, Budget(4 * MAX_BODY_BYTES))
         self.discovered = False
 
     @property
@@ -80,26 +89,26 @@ class Admin:
         if method != b"GET":
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":
-            return 200, CONTENT_TYPE_PLAIN_0_0_4, self._gateway.render_metrics()
+            return 200, CONTENT_TYPE_PLAIN_0_0_4, self._reports.render_metrics()
         if path == "/healthz":
             return 200, "text/plain", b"ok\n"
         if path == "/readyz":
             return (200, "text/plain", b"ok\n") if self.ready else (503, "text/plain", self._unready())
         if path in (FLEET_PATH, WAITING_PATH):
-            return 200, "application/json", self._gateway.describe_fleet().to_json().encode()
+            return 200, "application/json", self._reports.describe_fleet().to_json().encode()
         if path == DEBUG_ENDPOINTS:
-            return _show({"endpoints": self._gateway.describe_endpoints()})
+            return _show({"endpoints": self._reports.describe_endpoints()})
         if path == DEBUG_ROUTE:
-            return _show({"decisions": self._gateway.describe_decisions()})
+            return _show({"decisions": self._reports.describe_decisions()})
         if path == DEBUG_RESPONSES:
-            return _show(self._gateway.describe_responses())
+            return _show(self._reports.describe_responses())
         paths = "/metrics, /healthz, /readyz, /fleet, /fleet/waiting, " + " or ".join(_DEBUG)
         return 404, "text/plain", f"try {paths}\n".encode()
 
     def _preview(self, request: Request) -> tuple[int, str, bytes]:
         """Tell where the gateway would send this request, by its body; nothing is sent."""
         try:
-            found = self._gateway.preview(replace(request, path=guess_path(request.body)))
+            found = self._reports.preview(replace(request, path=guess_path(request.body)))
         except RequestError as error:
             return error.status, "text/plain", f"{error.message}\n".encode()
         return _show(found)
@@ -130,7 +139,7 @@ class Admin:
         if request.path == WAITING_PATH and request.method == b"GET" and not self._gateway.exchanges:
             connection.exchange = question = _Question(connection.loop.time() + WAITING_SECONDS)
             self._questions[connection] = question, request
-            self._gateway.on_busy = self._answer_questions
+            self._gateway.idle_watchers.add(self._answer_questions)
             return
         self._answer(connection, request)
 

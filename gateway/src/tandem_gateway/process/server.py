@@ -16,7 +16,13 @@ from tandem_api.telemetry import WorkerTelemetry
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.tls import Certificate, protocol_factory
 from tandem_gateway.process.admin import Admin
-from tandem_gateway.process.gateway import TICK_SECONDS, Gateway
+from tandem_gateway.process.clock import TICK_SECONDS, Clock
+from tandem_gateway.process.gateway import Gateway
+from tandem_gateway.process.intake import Intake
+from tandem_gateway.process.jobs import Jobs
+from tandem_gateway.process.reception import Reception
+from tandem_gateway.process.replies import Replies
+from tandem_gateway.process.reports import Reports
 from tandem_gateway.process.settings import Settings
 from tandem_gateway.records.access_log import AccessLog
 from tandem_gateway.records.line_writer import LineWriter
@@ -54,7 +60,18 @@ class Server:
             tracing=settings.tracing,
             certificate=tls and Certificate(tls.path, min_version=tls.min_version),
         )
-        self.admin = Admin(self.gateway, knows_routing=lambda: self._routing is None or self._routing.asked)
+        replies = Replies(self.gateway, self)
+        self.intake = Intake(self.gateway, replies)
+        self.reception = Reception(
+            self.gateway,
+            self.intake,
+            replies,
+            max_connections=_affordable_connections(settings.config.max_connections),
+        )
+        self.reports = Reports(self.gateway, self)
+        self.admin = Admin(
+            self.gateway, self.reports, knows_routing=lambda: self._routing is None or self._routing.asked
+        )
         self.probation = Probation(
             self.apply_workers,
             served_name=settings.config.served_name,
@@ -80,9 +97,8 @@ class Server:
         self._admin_listener: asyncio.Server | None = None
         self._listeners: list[asyncio.Server] = []
         """For clients."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
-        self._failed = False
+        self._jobs = Jobs(self._stopping.set)
 
     async def run(self) -> bool:
         """Serve until SIGTERM or SIGINT, then end in an orderly way. False when a part failed.
@@ -98,34 +114,33 @@ class Server:
         await self._stopping.wait()
         await self.drain()
         await self.stop()
-        return not self._failed
+        return not self._jobs.failed
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         settings = self._settings
         config = settings.config
         for job in self._discovery():
-            self._spawn(job)
+            self._jobs.spawn(job)
         self._admin_listener = await loop.create_server(
             lambda: ClientConnection(self.admin), settings.host, config.metrics_port
         )
         self.metrics_port = _port(self._admin_listener)
         if config.tls is not None and self.gateway.certificate is not None:
-            factory = protocol_factory(self.gateway, self.gateway.certificate)
+            factory = protocol_factory(self.reception, self.gateway.certificate)
             self._listeners += [await loop.create_server(factory, settings.host, config.tls.port, backlog=BACKLOG)]
             self.https_port = _port(self._listeners[-1])
         if config.tls is None or config.tls.plain_http:
             self._listeners += [
                 await loop.create_server(
-                    lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
+                    lambda: ClientConnection(self.reception), settings.host, config.http_port, backlog=BACKLOG
                 )
             ]
             self.http_port = _port(self._listeners[-1])
-        self.gateway.max_connections = _affordable_connections(config.max_connections)
-        self._spawn(self._clock())
-        self._spawn(self.card.run())
+        self._jobs.spawn(Clock(self.gateway, self.reception, self.admin).run())
+        self._jobs.spawn(self.card.run())
         if settings.telemetry_seconds:
-            self._spawn(self.telemetry.run())
+            self._jobs.spawn(self.telemetry.run())
         ports = {"http_port": self.http_port, "https_port": self.https_port, "metrics_port": self.metrics_port}
         log.info(
             "listening", extra={"model": config.served_name} | {name: port for name, port in ports.items() if port}
@@ -133,7 +148,7 @@ class Server:
 
     async def drain(self) -> None:
         """Unready at once; still accepting while endpoints elsewhere are updated; then finish what runs."""
-        gateway = self.gateway
+        gateway, reception = self.gateway, self.reception
         gateway.start_draining()
         log.info("draining", extra={"in_flight": len(gateway.exchanges)})
         await asyncio.sleep(self._settings.lame_duck_seconds)
@@ -141,10 +156,10 @@ class Server:
             listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(gateway.drain_timeout_seconds):
-                settled = gateway.close_idle()
-                while gateway.busy or not settled:
+                settled = reception.close_idle()
+                while reception.busy or not settled:
                     await asyncio.sleep(TICK_SECONDS / 2)
-                    settled = gateway.close_idle()
+                    settled = reception.close_idle()
 
     async def stop(self) -> None:
         left = len(self.gateway.exchanges)
@@ -152,15 +167,15 @@ class Server:
             if listener is not None:
                 listener.close()
         self.gateway.stop()
+        self.reception.stop()
+        self.gateway.close()
         self.admin.stop()
         # Last words reach the sockets of whoever takes them.
         for _ in range(LAST_WORDS_TICKS):
             await asyncio.sleep(TICK_SECONDS)
-            if not self.gateway.busy:
+            if not self.reception.busy:
                 break
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._jobs.cancel()
         await asyncio.to_thread(self.gateway.tracer.close)
         if self._lines is not None:
             self._lines.close()
@@ -230,30 +245,11 @@ class Server:
         routing = self._routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
-        self._spawn(self.probation.run())
+        self._jobs.spawn(self.probation.run())
         return [pods.run(), routing.run(), waker.run(), starts.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)
-
-    async def _clock(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            self.gateway.tick(loop.time())
-            self.admin.tick(loop.time())
-
-    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(job)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        """A part that fails for a reason nobody foresaw ends the process: Kubernetes starts a fresh one."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("a part of the gateway failed", exc_info=error)
-            self._failed = True
-            self._stopping.set()
 
 
 def _port(server: asyncio.Server) -> int:
