@@ -137,3 +137,13 @@ async def test_a_converted_request_that_fails_is_tried_elsewhere(start_gateway, 
     assert "x-tandem-step-seconds" in first.received[-1].headers
     assert "x-tandem-prefill" in second.received[-1].headers
     assert [endpoint.own.tokens for endpoint in endpoints.values()] == [0, 0, 0]
+
+
+async def test_events_of_a_worker_that_checks_guesses_count_as_several_tokens(pair) -> None:
+    """It tells while requests run; that it says nothing in between changes nothing."""
+    running, _ = pair
+    endpoint = running.gateway.scheduler.endpoints["d1"]
+    assert endpoint.tokens_per_event == 1.0
+    tell(running, "d1", decode_tokens_per_step=3.5)
+    tell(running, "d1", decode_tokens_per_step=None)
+    assert endpoint.tokens_per_event == 3.5

@@ -155,6 +155,8 @@ class Gateway:
             decode_seconds=sample.decode_step_seconds,
             running=sample.running_requests,
         )
+        if sample.decode_tokens_per_step is not None:
+            endpoint.tokens_per_event = sample.decode_tokens_per_step
         now = asyncio.get_running_loop().time()
         horizon, kv_tokens = describe_cache(sample)
         evicted_until = None
