@@ -27,7 +27,7 @@ from typing import cast
 import uvloop
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayTimeouts
 from tandem_api.names import Role
-from tandem_gateway.exchange import exchange
+from tandem_gateway.exchange import state
 from tandem_gateway.http import connection
 from tandem_gateway.process.server import Server
 from tandem_gateway.process.settings import Settings
@@ -252,7 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     # What takes seconds in a cluster: a case must end sooner.
-    exchange.GRACE_SECONDS, connection.LINGER_SECONDS, connection.KEEP_ALIVE_SECONDS = 0.2, 0.2, 0.3
+    state.GRACE_SECONDS, connection.LINGER_SECONDS, connection.KEEP_ALIVE_SECONDS = 0.2, 0.2, 0.3
     run = Run(options.seed)
     run.stall = options.stall
     started = time.monotonic()

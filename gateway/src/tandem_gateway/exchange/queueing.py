@@ -23,6 +23,8 @@ MOST_AT_ONCE = 256
 class Waiter(Protocol):
     """An exchange, as its queue sees it."""
 
+    __slots__ = ()
+
     def dispatch(self, full: Collection[str] = ...) -> bool:
         """Send the request to a worker that is not `full`, give back its ticket by `RequestQueue.take`. False: there is
         none."""

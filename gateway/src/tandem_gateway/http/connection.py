@@ -69,6 +69,8 @@ class Handler(Protocol):
 class Conversation(Protocol):
     """The exchange that a connection is busy with."""
 
+    __slots__ = ()
+
     @property
     def held_bytes(self) -> int:
         """Kept in memory for it."""

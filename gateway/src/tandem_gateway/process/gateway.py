@@ -16,8 +16,8 @@ from tandem_api.telemetry import WorkerTelemetry
 from tandem_api.tracing import Tracer, describe_pod
 
 from tandem_gateway.errors import ShuttingDown
-from tandem_gateway.exchange.exchange import Exchange
 from tandem_gateway.exchange.queueing import RequestQueue
+from tandem_gateway.exchange.state import ExchangeState
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.sse import find_cached
 from tandem_gateway.http.tls import Certificate
@@ -28,16 +28,7 @@ from tandem_gateway.records.metrics import Metrics
 from tandem_gateway.records.traffic import TrafficCounter
 from tandem_gateway.requests.cors import CORSPolicy
 from tandem_gateway.responses.service import Responses
-from tandem_gateway.scheduling import (
-    KEPT,
-    Decision,
-    Endpoint,
-    Estimator,
-    Outcome,
-    Scheduler,
-    Terms,
-    Worker,
-)
+from tandem_gateway.scheduling import KEPT, Decision, Endpoint, Estimator, Outcome, Scheduler, Terms, Worker
 from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.upstream.engines import build_engines
 from tandem_gateway.upstream.engines.contract import Kinds
@@ -90,7 +81,7 @@ class Gateway:
         self.access_log = access_log
         self.certificate = certificate
         self.tracer = _build_tracer(config, tracing)
-        self.exchanges: set[Exchange] = set()
+        self.exchanges: set[ExchangeState] = set()
         self.idle_watchers: set[Callable[[], None]] = set()
         """Each is called once, and forgotten, when a request is under way where none was."""
         self._credentials = Credentials(config.keys_path)
@@ -180,7 +171,7 @@ class Gateway:
 
     # requests
 
-    def on_exchange_end(self, exchange: Exchange) -> None:
+    def on_exchange_end(self, exchange: ExchangeState) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
         self.idle_since = now
@@ -200,9 +191,10 @@ class Gateway:
         self.traffic.finished += well and computes
         if computes and exchange.status in REFUSED:
             self.traffic.take_back(exchange.inquiry.demand.prompt_tokens)
-        if exchange.usage is not None or exchange.events > 2:
+        usage, events = exchange.usage, 0 if exchange.stream is None else exchange.stream.events
+        if usage is not None or events > 2:
             if computes:
-                self.traffic.count_answer(exchange.usage, exchange.events, well=well)
+                self.traffic.count_answer(usage, events, well=well)
             _learn(self.scheduler.estimator, exchange)
         if exchange.trace is not None:
             exchange.trace.end(exchange, self.served_names[0], now)
@@ -281,7 +273,7 @@ def _build_tracer(config: GatewayConfig, fallback: TracingConfig | None) -> Trac
     return tracer
 
 
-def _learn(estimator: Estimator, exchange: Exchange) -> None:
+def _learn(estimator: Estimator, exchange: ExchangeState) -> None:
     """What an answer tells of prompts and answers to come."""
     usage = exchange.usage
     if usage is None:

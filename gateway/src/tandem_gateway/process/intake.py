@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem_gateway.errors import NotRouted, RequestError
+from tandem_gateway.exchange.dispatching import dispatch
 from tandem_gateway.exchange.exchange import Exchange
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
@@ -129,7 +130,7 @@ class Intake:
                 traffic.requests += 1
                 traffic.prompt_tokens += tokens
                 traffic.prompt_squares += tokens * tokens
-        exchange.dispatch()
+        dispatch(exchange)
         if is_first and gateway.idle_watchers:
             watchers = [*gateway.idle_watchers]
             gateway.idle_watchers.clear()

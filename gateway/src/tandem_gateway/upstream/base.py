@@ -34,6 +34,8 @@ class Failure(Enum):
 class Sink(Protocol):
     """The side of an exchange that a link calls."""
 
+    __slots__ = ()
+
     def on_upstream_head(self, head: ResponseHead) -> None: ...
 
     def on_upstream_body(self, data: bytes, *, final: bool) -> None:
