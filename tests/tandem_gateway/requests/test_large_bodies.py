@@ -11,7 +11,8 @@ import pytest
 from tandem_gateway.errors import BadRequest
 from tandem_gateway.http.request import Request
 from tandem_gateway.paths import COMPLETIONS
-from tandem_gateway.requests.prompt import MAX_VALUES, read_inquiry
+from tandem_gateway.requests.json_body import MAX_VALUES
+from tandem_gateway.requests.prompt import read_inquiry
 from tandem_gateway.scheduling import Estimator
 
 LONGEST = 0.1
