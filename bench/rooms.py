@@ -2,11 +2,12 @@
 
     python -m bench.rooms tandem_operator [--root FOLDER]
     python -m bench.rooms entered tandem_operator --under Reconciler.reconcile tests/FILE.py::TEST
+    python -m bench.rooms entered tandem_gateway --under Reception.on_request --until Gateway.on_exchange_end TEST
 
 A room is what stands in the package's folder: a sub-package or a file. An arrow is an import from one room to another,
 also inside a function or for types alone. Upward is one that the package's `layers` contract in pyproject.toml does not
 allow. `--root` is another checkout, to compare with. `entered` runs one test and names the package's files whose code
-ran from the first call of a function on: what a reader has to open to follow it.
+ran from the first call of a function on, or until another one has returned: what a reader has to open to follow it.
 """
 
 from __future__ import annotations
@@ -123,18 +124,20 @@ def measure(root: Path, package: str) -> dict[str, str]:
     }
 
 
-def list_entered(root: Path, package: str, *, under: str, test: str) -> list[str]:
-    """Files of the package whose functions one test enters from the first call of `under` on.
+def list_entered(root: Path, package: str, *, under: str, test: str, until: str = "") -> list[str]:
+    """Files of the package whose functions one test enters from the first call of `under` on; with `until`, up to the
+    first return of that function.
 
     Raises ValueError where the test fails, or never calls it.
     """
     import pytest
 
-    folder, entered, is_on = f"{find_package(root, package)}/", set[str](), False
+    folder, entered, is_on, is_over = f"{find_package(root, package)}/", set[str](), False, False
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal is_on
-        if event == "call":
+        nonlocal is_on, is_over
+        is_over = is_over or (is_on and event == "return" and frame.f_code.co_qualname == until)
+        if event == "call" and not is_over:
             is_on = is_on or frame.f_code.co_qualname == under
             if is_on and frame.f_code.co_filename.startswith(folder) and frame.f_code.co_name != "<module>":
                 entered.add(frame.f_code.co_filename.removeprefix(folder))
@@ -156,10 +159,11 @@ def main() -> None:
     parser.add_argument("package", nargs="+", help="a package; or: entered PACKAGE TEST")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--under", default="", help="with `entered`: count from the first call of this function on")
+    parser.add_argument("--until", default="", help="with `entered`: and until this one has returned")
     given = parser.parse_intermixed_args()
     if given.package[0] == "entered":
         _, package, test = given.package
-        found = list_entered(given.root.resolve(), package, under=given.under, test=test)
+        found = list_entered(given.root.resolve(), package, under=given.under, test=test, until=given.until)
         print(f"{len(found)} files of {package}: {' '.join(found)}")
         return
     for package in given.package:

@@ -18,8 +18,8 @@ from typing import Any
 
 import uvloop
 from tandem_gateway.http.connection import ClientConnection
-from tandem_gateway.server import Server
-from tandem_gateway.settings import parse_settings
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.upstream.http1_connection import WorkerConnection
 
 from bench.gateway.load import RequestShape
@@ -72,7 +72,7 @@ def build_request(*, pairs: bool) -> Callable[[int], None]:
     server, socket = Server(settings), Socket()
     server.apply_workers(list(settings.workers))
     asked: list[WorkerConnection] = []
-    client: Any = ClientConnection(server.gateway)
+    client: Any = ClientConnection(server.reception)
     client.connection_made(Transport(socket, lambda: None))
     for endpoint in server.gateway.scheduler.endpoints.values():
         link: Any = server.gateway.link(endpoint)

@@ -27,11 +27,11 @@ from typing import cast
 import uvloop
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayTimeouts
 from tandem_api.names import Role
-from tandem_gateway import exchange
+from tandem_gateway.exchange import state
 from tandem_gateway.http import connection
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
 
 from bench.gateway.fuzz_cases import NAME, STRANGER, FuzzStep, make_name, plan_answer, plan_client, read_responses
 
@@ -184,10 +184,10 @@ async def check_nothing_is_left(server: Server) -> None:
     gateway = server.gateway
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(END_SECONDS):
-            while gateway.exchanges or gateway.connections or gateway.budget.used:  # noqa: ASYNC110
+            while gateway.exchanges or server.reception.connections or gateway.budget.used:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     counted = [(e.requests, e.prefill_tokens, e.decode_tokens) for e in gateway.scheduler.endpoints.values()]
-    left = (len(gateway.exchanges), len(gateway.connections), gateway.budget.used, gateway.metrics.in_flight)
+    left = (len(gateway.exchanges), len(server.reception.connections), gateway.budget.used, gateway.metrics.in_flight)
     if any(left) or any(any(item) for item in counted):
         raise Found(f"left after everybody has gone: exchanges, connections, bytes, in flight {left}, tokens {counted}")
 
@@ -252,7 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     # What takes seconds in a cluster: a case must end sooner.
-    exchange.GRACE_SECONDS, connection.LINGER_SECONDS, connection.KEEP_ALIVE_SECONDS = 0.2, 0.2, 0.3
+    state.GRACE_SECONDS, connection.LINGER_SECONDS, connection.KEEP_ALIVE_SECONDS = 0.2, 0.2, 0.3
     run = Run(options.seed)
     run.stall = options.stall
     started = time.monotonic()

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 import uvloop
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import parse_settings
 
 FLEETS = (64, 1000)
 REPORTS = 5
@@ -81,7 +81,7 @@ async def measure(workers: int, port: int, seconds: float) -> str:
     size = 0
     for _ in range(REPORTS):
         began = time.process_time()
-        size = len(server.gateway.describe_fleet().to_json())
+        size = len(server.reports.describe_fleet().to_json())
         took.append(time.process_time() - began)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

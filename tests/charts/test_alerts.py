@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from tandem_gateway.metrics import Metrics
-from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS
+from tandem_gateway.paths import COMPUTES, INFERENCE_PATHS
+from tandem_gateway.records.metrics import Metrics
 
 from tests.charts.test_chart import INSTALLED, needs_helm, of_kind, render
 from tests.charts.test_dashboard import expressions

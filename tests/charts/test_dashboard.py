@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_gateway.http.tls import Certificate
-from tandem_gateway.metrics import Metrics
+from tandem_gateway.records.metrics import Metrics
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.runtime import metrics as operator_metrics
 

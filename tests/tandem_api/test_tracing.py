@@ -214,8 +214,8 @@ assert not loaded, loaded
 @pytest.mark.parametrize(
     "setup",
     [
-        "import tandem_gateway.__main__; from tandem_gateway.server import Server\n"
-        "from tandem_gateway.settings import parse_settings\n"
+        "import tandem_gateway.__main__; from tandem_gateway.process.server import Server\n"
+        "from tandem_gateway.process.settings import parse_settings\n"
         "server = Server(parse_settings(['--worker=role=decode,url=127.0.0.1:9']))\n"
         "assert not server.gateway.tracer.active",
         "import tandem_worker.__main__, tandem_worker.host.runtime, tandem_api.logs\n"

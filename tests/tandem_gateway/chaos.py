@@ -24,10 +24,10 @@ from typing import Any
 import httpx
 from tandem_api.launch import GatewayConfig, GatewayTimeouts, StoreLimits
 from tandem_api.names import Role
-from tandem_gateway.resume import MAX_STALLS
+from tandem_gateway.exchange.recovery import MAX_STALLS
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
 
 from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
 from tests.tandem_worker.process.forking import Forker
@@ -217,6 +217,11 @@ class Fleet:
     def gateway(self) -> Any:
         assert self._server is not None
         return self._server.gateway
+
+    @property
+    def reports(self) -> Any:
+        assert self._server is not None
+        return self._server.reports
 
     @property
     def url(self) -> str:

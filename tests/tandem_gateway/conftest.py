@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tandem_api.launch import GatewayConfig, GatewayTimeouts
 from tandem_api.names import Role
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `processes`, for the tests that need real ones
 from processes import launch, launch_worker  # noqa: F401

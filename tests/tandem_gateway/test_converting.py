@@ -11,7 +11,7 @@ import pytest
 from tandem_api.launch import GatewayQueue, GatewayRouting, TTFTDeadline
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
-from tandem_gateway.access_log import AccessLog
+from tandem_gateway.records.access_log import AccessLog
 
 
 def tell(running: Any, name: str, **figures: Any) -> None:
@@ -52,7 +52,7 @@ async def test_the_decode_worker_is_told_to_compute_the_prompt_and_how_long_step
     assert "prefill" not in fields
     assert 9000 < int(fields["prefill_ms"]) < 12000
     assert int(fields["ttft_ms"]) < 1000
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert 'tandem_gateway_conversions_total{verdict="converted"} 1.0' in text
 
 
@@ -137,3 +137,13 @@ async def test_a_converted_request_that_fails_is_tried_elsewhere(start_gateway, 
     assert "x-tandem-step-seconds" in first.received[-1].headers
     assert "x-tandem-prefill" in second.received[-1].headers
     assert [endpoint.own.tokens for endpoint in endpoints.values()] == [0, 0, 0]
+
+
+async def test_events_of_a_worker_that_checks_guesses_count_as_several_tokens(pair) -> None:
+    """It tells while requests run; that it says nothing in between changes nothing."""
+    running, _ = pair
+    endpoint = running.gateway.scheduler.endpoints["d1"]
+    assert endpoint.tokens_per_event == 1.0
+    tell(running, "d1", decode_tokens_per_step=3.5)
+    tell(running, "d1", decode_tokens_per_step=None)
+    assert endpoint.tokens_per_event == 3.5

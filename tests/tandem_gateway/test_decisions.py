@@ -43,7 +43,7 @@ async def test_the_last_decisions(start_gateway, start_worker, chat, stream) -> 
     assert (newest["measuredSeconds"] is not None) is stream
     assert oldest["predictedSeconds"] is None, "nothing was known then"
     assert (newest["predictedSeconds"] is not None) is stream
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert f"tandem_gateway_time_to_first_token_prediction_ratio_count {float(stream)}" in text
 
 

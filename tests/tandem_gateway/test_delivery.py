@@ -7,8 +7,8 @@ import json
 import signal
 
 import pytest
-from tandem_gateway.access_log import AccessLog
 from tandem_gateway.http import connection as connection_module
+from tandem_gateway.records.access_log import AccessLog
 
 SIZE = 20_000_000
 

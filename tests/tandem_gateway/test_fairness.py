@@ -9,9 +9,9 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.fairness import Sources
 from tandem_gateway.http import connection as connection_module
 from tandem_gateway.http.budget import FREE_BYTES, UNCOUNTED_BYTES, Budget, Share
+from tandem_gateway.http.fairness import Sources
 
 HOG, OTHER = "127.0.0.1", "127.0.0.2"
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -102,7 +102,7 @@ async def test_one_address_takes_no_connection_from_others(start_gateway, start_
     held = [await connect_from(HOG, running.port) for _ in range(8)]
     held[6][1].write(chat())
     held[7][1].write(chat())
-    await until(lambda: worker.answering == 2 and len(running.gateway.connections) == 8)
+    await until(lambda: worker.answering == 2 and len(running.server.reception.connections) == 8)
     others = [await connect_from(OTHER, running.port) for _ in range(4)]
     for reader, writer in others:
         writer.write(MODELS)
@@ -126,10 +126,10 @@ async def test_who_has_to_leave_counts_until_it_has_gone(
     monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
     worker = await start_worker(behaviours=[fault.hang] * 20)
     running = await start_gateway(worker, max_connections=4)
-    gateway, seen, held = running.gateway, set(), []
+    reception, seen, held = running.server.reception, set(), []
 
     def busy() -> int:
-        return sum(connection.exchange is not None for connection in gateway.connections)
+        return sum(connection.exchange is not None for connection in reception.connections)
 
     for _ in range(3):
         more = [await connect_from(HOG, running.port) for _ in range(4 - busy())]
@@ -137,16 +137,16 @@ async def test_who_has_to_leave_counts_until_it_has_gone(
             writer.write(chat())
         held += more
         await until(lambda: busy() == 4)
-        seen |= gateway.connections
+        seen |= reception.connections
         others = [await connect_from(OTHER, running.port) for _ in range(2)]
-        await until(lambda: sum(connection.source == OTHER for connection in gateway.connections) == 2)
-        assert {connection for connection in seen if not connection.closed} <= gateway.connections, "all are counted"
+        await until(lambda: sum(connection.source == OTHER for connection in reception.connections) == 2)
+        assert {connection for connection in seen if not connection.closed} <= reception.connections, "all are counted"
         for _, writer in others:
             writer.transport.abort()
-        await until(lambda: len(gateway.connections) == busy() == 2)
+        await until(lambda: len(reception.connections) == busy() == 2)
     for _, writer in held:
         writer.transport.abort()
-    await until(lambda: not gateway.connections and not worker.answering)
+    await until(lambda: not reception.connections and not worker.answering)
 
 
 async def test_one_address_takes_no_bytes_from_others(start_gateway, start_worker, chat, until) -> None:

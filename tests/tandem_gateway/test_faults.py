@@ -59,7 +59,7 @@ async def test_a_worker_that_refuses_at_once_draws_no_traffic(
     endpoint = running.gateway.scheduler.endpoints["d0"]
     assert endpoint.health.total >= 1
     assert endpoint.health.ejections >= 1
-    assert f'reason="{"busy" if status in (429, 503) else "error"}"' in running.gateway.render_metrics().decode()
+    assert f'reason="{"busy" if status in (429, 503) else "error"}"' in running.server.reports.render_metrics().decode()
 
 
 @pytest.mark.parametrize("status", [429, 500])

@@ -138,5 +138,5 @@ async def test_a_canary_gets_its_share_and_its_failures_reach_no_client(
     requests, failures = counts(report)["d2"]
     assert requests == failures
     assert 3 <= requests <= 10
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert 'tandem_gateway_canary_requests_total{moved="true",side="others"}' in text

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from tandem_api.launch import GatewayConfig, GatewayRouting
 from tandem_api.names import LABEL_REVISION, LABEL_ROLE
-from tandem_gateway.discovery.kube import ApiServer
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
+from tandem_gateway.workers.discovery.kube import ApiServer
 
 PODS = "/api/v1/namespaces/ns/pods"
 MODELS = "/apis/tandem.dev/v1alpha1/namespaces/ns/inferencemodels"

@@ -63,7 +63,7 @@ async def test_streams_over_native_links_outlive_their_workers(forker: Forker) -
         stopped = await during(signal.SIGSTOP, lambda: gateway.native.ends["hung"] > before[0])
         assert resumes["reset"] > before[1]
         fleet.send(stopped, signal.SIGCONT)
-        await until(lambda: gateway.render_metrics().count(b'links{state="native"} 3'), wait=WAIT)
+        await until(lambda: fleet.reports.render_metrics().count(b'links{state="native"} 3'), wait=WAIT)
 
         await fleet.remove(await during(signal.SIGTERM, lambda: resumes["draining"]))
         killed = resumes["reset"]

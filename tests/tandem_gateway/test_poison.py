@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from tandem_api.names import Role
-from tandem_gateway.exchange import MAX_RESETS
+from tandem_gateway.exchange.recovery import MAX_RESETS
 from tandem_gateway.scheduling import Endpoint, Reservation, Worker
 from tandem_gateway.scheduling.isolation import DYING_SECONDS, PROVEN_SECONDS, Isolation
 

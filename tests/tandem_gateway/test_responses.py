@@ -12,9 +12,10 @@ import pytest
 from tandem_api.launch import StoreLimits
 from tandem_gateway.errors import BadRequest
 from tandem_gateway.http.request import Request
-from tandem_gateway.prompt import MESSAGES, RESPONSES, Inquiry, read_inquiry
+from tandem_gateway.http.sse import EventStream, find_usage
+from tandem_gateway.paths import MESSAGES, RESPONSES
+from tandem_gateway.requests.prompt import Inquiry, read_inquiry
 from tandem_gateway.scheduling.demand import Estimator
-from tandem_gateway.sse import EventStream, find_usage
 
 from tests.tandem_gateway.chaos import build_model
 from tests.tandem_worker.process.conftest import WorkerProcess, eventually, run_worker

@@ -12,9 +12,9 @@ import pytest
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, FleetReport
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayRouting
 from tandem_api.names import HEADER_QUEUE_SECONDS
-from tandem_gateway import admin
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
+from tandem_gateway.process import admin
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 
 from tests.tandem_gateway.conftest import FakeWorker, Running, chat_request, until
 
@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_waits_no_more(start_gateway: Any, connect: A
     await until(lambda: running.gateway.queue.line.size == 1)
     writer.transport.abort()
     await until(lambda: not running.gateway.queue.line.size)
-    traffic = running.gateway.describe_fleet().traffic
+    traffic = running.server.reports.describe_fleet().traffic
     assert traffic is not None
     assert traffic.waiting_requests == 0
     assert traffic.idle_seconds is not None

@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY
 from tandem_api.fleet import FleetReport
 from tandem_api.inferencemodel import InferenceModel
 from tandem_api.launch import GatewayConfig, GatewayQueue
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_operator.autoscale.desired import settle_replicas
 from tandem_operator.autoscale.observed import ObservedModel
 from tandem_operator.autoscale.plan.contract import Target

@@ -8,9 +8,9 @@ import sys
 import uvloop
 
 from tandem_gateway.errors import ConfigError
-from tandem_gateway.logs import configure_logging
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings, parse_settings
+from tandem_gateway.process.logs import configure_logging
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings, parse_settings
 
 
 def main() -> None:

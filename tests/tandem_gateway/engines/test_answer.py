@@ -9,7 +9,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.sse import EventStream
+from tandem_gateway.http.sse import EventStream
 from tandem_gateway.upstream.engines.answer import Answer, count_cached
 from tandem_gateway.upstream.engines.body import build_request, count_prompts
 from tandem_gateway.upstream.engines.sglang import build_meeting

@@ -209,7 +209,7 @@ async def test_connections_are_not_used_when_the_engine_is_about_to_close_them(s
     running = await start_pair("VLLM", prefills=0)
     api = client(running)
     assert await ask(api) == TEXT
-    link = next(iter(running.gateway._links.values()))
+    link = next(iter(running.gateway.upstreams.links.values()))
     assert link._idle
     assert link._idle_seconds < running.workers[0].keep_alive
     await until(lambda: not link._idle, wait=running.workers[0].keep_alive + 20)

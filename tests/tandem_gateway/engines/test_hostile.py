@@ -151,7 +151,7 @@ async def test_requests_are_forgotten_once_they_are_answered(start_pair, kind, p
     asked = asyncio.create_task(post(running, orjson.dumps({"messages": MESSAGES, "stream": True})))
     await until(lambda: any(exchange.first_byte_at for exchange in running.gateway.exchanges), wait=20)
     exchange = next(iter(running.gateway.exchanges))
-    call = exchange._call
+    call = exchange.call
     kept = [value for each in type(call).__mro__ for value in vars(call).values() if value is not None]
     assert not any(isinstance(value, bytes | dict) and b"hello there" in orjson.dumps(value, default=repr)
                    if isinstance(value, dict) else isinstance(value, bytes) and b"hello there" in value

@@ -125,10 +125,10 @@ async def test_a_client_may_stay_one_request_ahead_for_ever(start_gateway, start
 async def test_connections_are_limited(start_gateway, start_worker, until, leave: bool) -> None:
     running = await start_gateway(await start_worker(), max_connections=4)
     held = [await running.connect() for _ in range(4)]
-    await until(lambda: len(running.gateway.connections) == 4)
+    await until(lambda: len(running.server.reception.connections) == 4)
     if leave:
         held[0][1].close()
-        await until(lambda: len(running.gateway.connections) == 3)
+        await until(lambda: len(running.server.reception.connections) == 3)
     answer = await running.raw(CLOSE)
     head, _, body = answer.partition(b"\r\n\r\n")
     if leave:
@@ -191,8 +191,8 @@ async def test_what_was_read_before_the_connection_broke_is_no_endless_work(star
     """As when the write of an earlier answer finds the client gone: the end of it is told a turn later."""
     running = await start_gateway()
     _, writer = await running.connect()
-    await until(lambda: running.gateway.connections)
-    connection = next(iter(running.gateway.connections))
+    await until(lambda: running.server.reception.connections)
+    connection = next(iter(running.server.reception.connections))
     connection.transport.abort()
     connection.data_received(b"nonsense\r\n\r\n")
     await until(lambda: connection.closed)

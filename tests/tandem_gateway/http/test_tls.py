@@ -20,7 +20,7 @@ from tandem_api.launch import ClientTLS
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.http import tls as tls_module
 from tandem_gateway.http.tls import HANDSHAKES_PER_TURN, Certificate, Handshakes
-from tandem_gateway.settings import parse_settings
+from tandem_gateway.process.settings import parse_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PIECE = b"x" * 65536
@@ -255,7 +255,7 @@ async def test_a_broken_pair_keeps_the_certificate_from_before(
     await until(lambda: certificate.loads["failed"] == 3)
     await asyncio.sleep(1.2)
     assert certificate.loads == {"failed": 3}, "what is missing is said once"
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert f"tandem_gateway_tls_certificate_expiry_timestamp_seconds {expires / 1e9!r}e+09" in text
     assert 'tandem_gateway_tls_certificate_loads_total{result="failed"} 3.0' in text
     mount.put(certificates["second"])
@@ -320,8 +320,8 @@ async def test_stalled_handshakes(start_gateway, start_worker, told, connect, co
             writer.write(hello if index % 3 == 1 else hello[:20])
     reader, writer = await connect_tls(port)
     # What the kernel has taken is not yet accepted.
-    await until(lambda: len(running.gateway.connections) >= 300, wait=20)
-    assert len(running.gateway.connections) <= 301
+    await until(lambda: len(running.server.reception.connections) >= 300, wait=20)
+    assert len(running.server.reception.connections) <= 301
     for _ in range(5):
         asked = time.monotonic()
         writer.write(chat())

@@ -16,8 +16,8 @@ import openai
 import orjson
 import pytest
 from tandem_api.launch import CORSRules, GatewayRouting, StoreLimits
+from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.responses.conversation import MAX_DEPTH
-from tandem_gateway.settings import parse_settings
 
 from tests.tandem_gateway.conftest import FakeWorker, Received, Running, begin_stream, chunk, send_json, until
 
@@ -485,7 +485,7 @@ async def test_long_conversations_are_continued_one_in_a_turn(start: Start, monk
         await asyncio.sleep(0)
         leaves.transport.abort()
         async with asyncio.timeout(20):
-            while (len(continued) < 16 and gateway.turns) or len(continued) < 15:
+            while (len(continued) < 16 and running.server.intake.turns) or len(continued) < 15:
                 await asyncio.sleep(0)
                 turn += 1
         assert max(Counter(continued).values()) == 1
@@ -554,7 +554,7 @@ async def test_answers_that_nobody_reads_are_counted(start: Start) -> None:
         await until(lambda: running.gateway.budget.used + size > 4 << 20, wait=30)
         assert (await http.get(path)).json()["error"]["code"] == "gateway_full"
         assert running.gateway.budget.used <= running.gateway.budget.limit
-        assert sum(connection.unsent for connection in running.gateway.connections) < 8 << 20
+        assert sum(connection.unsent for connection in running.server.reception.connections) < 8 << 20
         for writer in writers:
             writer.transport.abort()
         await until(lambda: running.gateway.budget.used == before, wait=30)
@@ -745,7 +745,7 @@ async def test_it_is_seen_in_metrics_and_for_people(client: tuple[openai.AsyncOp
     asks, _, running = client
     first = await asks.responses.create(model="toy", input="hi")
     await asks.responses.retrieve(first.id)
-    text = running.gateway.render_metrics().decode()
+    text = running.server.reports.render_metrics().decode()
     assert "tandem_gateway_stored_responses 1.0" in text
     assert f"tandem_gateway_stored_response_bytes {float(stored(running).used_bytes)}" in text
     assert 'tandem_gateway_stored_response_events_total{event="kept"} 1.0' in text

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tandem_api.launch import StoreLimits
 from tandem_gateway.http.budget import Budget
-from tandem_gateway.prompt import Said
+from tandem_gateway.requests.prompt import Said
 from tandem_gateway.responses import store as store_module
 from tandem_gateway.responses.store import ENTRY_BYTES, ENTRY_SHARE, ResponseStore, Turn, join_turns
 

@@ -3,7 +3,8 @@
 import pytest
 from tandem_gateway.scheduling import Demand, Endpoint, Outcome, Reservation, Scheduler, classify_status
 from tandem_gateway.scheduling.health import RULES
-from tandem_gateway.scheduling.scheduler import PROBE_SECONDS, RETRY_BURST, SILENT_SECONDS, SLOW_SAMPLES
+from tandem_gateway.scheduling.outliers import SILENT_SECONDS, SLOW_SAMPLES
+from tandem_gateway.scheduling.scheduler import PROBE_SECONDS, RETRY_BURST
 
 from tests.tandem_gateway.scheduling.fleet import D, P, make_demand, make_scheduler, make_worker, serve
 

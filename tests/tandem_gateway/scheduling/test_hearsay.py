@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.scheduling import Scheduler
 from tandem_gateway.scheduling.hearsay import GENERATION, Hearsay, name_prompt, parse_name
-from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.prefix import BRANCHES
+from tandem_gateway.scheduling.shared import Holding
 
 from tests.tandem_gateway.scheduling.fleet import P, make_chain, make_demand, make_endpoint, make_scheduler, make_worker
 

@@ -39,6 +39,19 @@ def test_an_answer_longer_than_expected_still_occupies_its_worker() -> None:
     assert counters(endpoint) == (0, 0, 0)
 
 
+@given(st.lists(st.integers(0, 7), max_size=30), st.floats(1.0, 9.0))
+def test_an_event_counts_as_many_tokens_as_the_worker_says_it_carries(events: list[int], each: float) -> None:
+    """However they come: what is less than a token is not lost between two looks."""
+    endpoint = make()
+    endpoint.tokens_per_event = each
+    reservation = Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=10_000, now=0.0)
+    for seen in events:
+        reservation.progress(seen, 1.0)
+    assert abs(10_000 - endpoint.decode_tokens - each * sum(events)) < 1.001
+    reservation.release()
+    assert counters(endpoint) == (0, 0, 0)
+
+
 STEPS = st.lists(st.one_of(st.just("first"), st.just("release"), st.integers(0, 50)), max_size=8)
 
 

@@ -1,8 +1,7 @@
 """Who has what many prompts begin with."""
 
-from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.prefix import BRANCHES, MAX_SHARED, PrefixIndex
-from tandem_gateway.scheduling.shared import MAX_SHARERS, SharedPrefix
+from tandem_gateway.scheduling.shared import MAX_SHARERS, Holding, SharedPrefix
 
 from tests.tandem_gateway.scheduling.fleet import (
     count_shared,

@@ -12,7 +12,7 @@ import resource
 import socket
 
 import pytest
-from tandem_gateway import exchange as exchange_module
+from tandem_gateway.exchange.recovery import MAX_RESETS
 from tandem_gateway.upstream import http1_connection
 from tandem_gateway.upstream.base import Failure
 from tandem_gateway.upstream.http1 import Http1Call, Http1Link
@@ -78,11 +78,11 @@ async def test_bytes_that_arrive_just_before_the_next_request_are_seen(
 
     running = await start_gateway(await start_worker(default=behave))
     assert (await ask(running, chat, "first"))[0] == 200
-    await until(lambda: not running.gateway.connections)
+    await until(lambda: not running.server.reception.connections)
     reader, _ = await running.connect()
-    await until(lambda: running.gateway.connections)
+    await until(lambda: running.server.reception.connections)
     writers[0].get_extra_info("socket")._sock.send(FOREIGN)
-    connection = next(iter(running.gateway.connections))
+    connection = next(iter(running.server.reception.connections))
     connection.data_received(chat(headers="x-request-id: second\r\n"))
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"x-request-id: second" in head
@@ -172,7 +172,7 @@ async def test_a_request_is_not_sent_again_after_the_worker_began_to_answer(star
     assert (await ask(running, chat, "a"))[0] == 200
     status, _ = await ask(running, chat, "b")
     assert status == 502
-    assert len(begun) == exchange_module.MAX_RESETS
+    assert len(begun) == MAX_RESETS
 
 
 async def test_a_killed_worker_costs_nobody_an_answer(launch, launch_worker, connect) -> None:
@@ -254,7 +254,7 @@ async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, sta
     await until(lambda: running.server.card.facts)  # nothing opens or closes a connection meanwhile
     await until(lambda: not worker.is_connected)
     reader, writer = await running.connect()
-    await until(lambda: running.gateway.connections)
+    await until(lambda: running.server.reception.connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
@@ -288,7 +288,7 @@ async def test_nor_is_it_where_a_request_is_sent_again(monkeypatch, again: bool)
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
     link = Http1Link("127.0.0.1:1", connect_seconds=1, on_stale=lambda: None)
-    call = Http1Call(link, Asking(), b"", b"")
+    call = Http1Call(link, Asking(), b"", b"", None)
     if again:
         link.restart(call)
     else:

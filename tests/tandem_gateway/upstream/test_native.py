@@ -169,7 +169,7 @@ async def ask(running: Any, **fields: Any) -> httpx.Response:
 
 
 def links_of(running: Any) -> list[NativeLink]:
-    return [found for found in running.gateway._links.values() if isinstance(found, NativeLink)]
+    return [found for found in running.gateway.upstreams.links.values() if isinstance(found, NativeLink)]
 
 
 async def linked(running: Any) -> None:
@@ -857,9 +857,9 @@ async def test_an_answer_in_tiny_parts_takes_the_room_of_its_bytes(
     running = await start_gateway(worker, link="Native")
     await linked(running)
     pending = asyncio.create_task(ask(running))
-    await until(lambda: any(each._held_bytes == len(text) for each in running.gateway.exchanges), wait=WAIT)
+    await until(lambda: any(each.held_size == len(text) for each in running.gateway.exchanges), wait=WAIT)
     (exchange,) = running.gateway.exchanges
-    assert sum(map(sys.getsizeof, exchange._held)) < 2 * len(text)
+    assert sum(map(sys.getsizeof, exchange.held)) < 2 * len(text)
     finish.set()
     assert (await pending).content == text
     await running.idle()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tandem_api.names import Role
-from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.workers.probation import Probation
 
 pytestmark = pytest.mark.timeout(240)
 

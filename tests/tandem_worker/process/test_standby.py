@@ -17,9 +17,9 @@ import httpx
 import pytest
 from starlette.types import Message
 from tandem_api.launch import GatewayConfig, GatewayQueue
-from tandem_gateway.discovery.kube import ApiServer
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
+from tandem_gateway.workers.discovery.kube import ApiServer
 from tandem_worker.process import serving
 from tandem_worker.process import standby as module
 from tandem_worker.process.progress import StartProgress, Switches

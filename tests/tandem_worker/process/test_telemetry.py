@@ -14,9 +14,9 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
+from tandem_gateway.process.server import Server
+from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.server import Server
-from tandem_gateway.settings import Settings
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = 600

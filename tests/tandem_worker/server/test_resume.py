@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tandem_api.journal import COMMIT, MARK, MOVED, USAGE
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import HEADER_RESUME, Role
-from tandem_gateway.resume import JournaledStream
+from tandem_gateway.http.journal import JournaledStream
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.app import build_app

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tandem_gateway.fairness import Sources
+from tandem_gateway.http.fairness import Sources
 
 FREE_BYTES = 64 * 1024
 """A connection that holds no more is small: large ones leave the last eighth to those."""

@@ -43,12 +43,19 @@ MAX_UNREAD_BYTES = 64 * 1024
 """Kept of what a client sends between requests; the rest stays in the socket."""
 
 
-class Handler(Protocol):
-    """What a connection needs of the gateway."""
+class Bounds(Protocol):
+    """What a connection may take."""
 
     timeouts: GatewayTimeouts
     max_body_bytes: int
     budget: Budget
+
+
+class Handler(Protocol):
+    """Who answers what comes over a connection."""
+
+    @property
+    def bounds(self) -> Bounds: ...
 
     def on_connect(self, connection: ClientConnection) -> None: ...
 
@@ -61,6 +68,8 @@ class Handler(Protocol):
 
 class Conversation(Protocol):
     """The exchange that a connection is busy with."""
+
+    __slots__ = ()
 
     @property
     def held_bytes(self) -> int:
@@ -90,9 +99,10 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
+        self._bounds = bounds = handler.bounds
         self.loop = asyncio.get_running_loop()
-        self._reader = RequestReader(handler.max_body_bytes)
-        self._share = Share(handler.budget, self)
+        self._reader = RequestReader(bounds.max_body_bytes)
+        self._share = Share(bounds.budget, self)
         self._unread = bytearray()
         self._steps = 0
         self._scheduled = self._paused = self._ending = self._half_closed = False
@@ -117,7 +127,7 @@ class ClientConnection(asyncio.Protocol):
             sock = transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES // 2)  # the kernel takes twice as much
-        self.deadline = self.loop.time() + self._handler.timeouts.header_seconds
+        self.deadline = self.loop.time() + self._bounds.timeouts.header_seconds
         self._handler.on_connect(self)
 
     def data_received(self, data: bytes) -> None:
@@ -126,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self.exchange is not None:
             self._unread += data
-            if len(self._unread) > self._handler.max_body_bytes + MAX_HEADER_BYTES or not self.account():
+            if len(self._unread) > self._bounds.max_body_bytes + MAX_HEADER_BYTES or not self.account():
                 self.transport.abort()
             return
         reader = self._reader
@@ -193,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
         if unsent != self._unsent_seen:
             self._unsent_seen = unsent
             self._taken_at = now
-        return unsent > 0 and now - self._taken_at >= self._handler.timeouts.idle_seconds
+        return unsent > 0 and now - self._taken_at >= self._bounds.timeouts.idle_seconds
 
     @property
     def refused_origin(self) -> bytes | None:
@@ -222,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             self._schedule()
         else:
             waiting = reader.phase == IDLE
-            self.deadline = self.loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
+            self.deadline = self.loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._bounds.timeouts.body_seconds)
         if self._share.charged:
             self.account()
 
@@ -303,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
         reader.feed(data)
         if reader.steps != self._steps:
             self._steps = reader.steps
-            timeouts = self._handler.timeouts
+            timeouts = self._bounds.timeouts
             if reader.phase == HEADER:
                 self.deadline = self.loop.time() + timeouts.header_seconds
             elif reader.phase == BODY:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 import orjson
 from tandem_api.names import HEADER_REQUEST_ID, HEADER_RESUME
 
 from tandem_gateway.errors import RequestError
-from tandem_gateway.upstream.base import ResponseHead
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -17,6 +19,20 @@ _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _OWN = frozenset((_REQUEST_ID, HEADER_RESUME.encode()))
 """Fields of a worker's header that it says to the gateway alone or the gateway says itself."""
 _REQUEST_ID_LINE = _REQUEST_ID + b": "
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """What a worker said before the body. Header names are lower case; hop-by-hop fields are left out."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    fields: dict[bytes, bytes]
+    """The same, of fields that occur several times the last."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """What the client gets of an answer in one piece; None: the answer itself."""
+    usage: dict[str, Any] | None = None
+    """The usage of a stream that the client does not see it in."""
 
 
 def build_head(head: ResponseHead, request_id: bytes, framing: bytes, *, keep_alive: bool) -> bytes:

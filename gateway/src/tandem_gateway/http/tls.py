@@ -23,8 +23,8 @@ from tandem_api.launch import TLSVersion
 from tandem_api.telemetry import Metric
 
 from tandem_gateway.errors import BadRequest, ConfigError
+from tandem_gateway.families import by_label
 from tandem_gateway.http.connection import ClientConnection, Handler
-from tandem_gateway.metrics import by_label
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import MAX_NODES, Said, bound_nodes, check_nodes, read_object
+from tandem_gateway.requests.json_body import MAX_NODES, bound_nodes, check_nodes, read_object
+from tandem_gateway.requests.prompt import Said
 from tandem_gateway.responses.store import Turn, join_turns, list_turns
 
 MAX_DEPTH = 1000

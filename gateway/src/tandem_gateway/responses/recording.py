@@ -14,12 +14,12 @@ from typing import Any
 
 import orjson
 
-from tandem_gateway.prompt import Said
+from tandem_gateway.http.journal import JournaledStream
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.http.sse import EventStream
+from tandem_gateway.requests.prompt import Said
 from tandem_gateway.responses.conversation import write_head, write_output
 from tandem_gateway.responses.store import ResponseStore, Turn
-from tandem_gateway.resume import JournaledStream
-from tandem_gateway.sse import EventStream
-from tandem_gateway.upstream.base import ResponseHead
 
 log = logging.getLogger(__name__)
 _TELLS = re.compile(rb"^event: response\.(?:created|queued|in_progress|completed|incomplete|failed)\r?\n", re.M)

@@ -19,10 +19,11 @@ from tandem_api.launch import StoreLimits
 from tandem_api.telemetry import Metric
 
 from tandem_gateway.errors import BadRequest, GatewayFull, NotRouted, RequestError, UnknownResponse
+from tandem_gateway.families import by_label
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.request import Request
-from tandem_gateway.metrics import by_label
-from tandem_gateway.prompt import RESPONSES, Said, write_said
+from tandem_gateway.paths import RESPONSES
+from tandem_gateway.requests.prompt import Said, write_said
 from tandem_gateway.responses.conversation import (
     MAX_PAGE_ITEMS,
     PAGE_ITEMS,

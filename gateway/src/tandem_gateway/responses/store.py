@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from tandem_api.launch import StoreLimits
 
 from tandem_gateway.http.budget import Budget
-from tandem_gateway.prompt import Said, bound_nodes
+from tandem_gateway.requests.json_body import bound_nodes
+from tandem_gateway.requests.prompt import Said
 
 ENTRY_BYTES = 1400
 """Bytes of Python's objects for one response with a turn and perhaps a tenant of its own, besides the bytes of their

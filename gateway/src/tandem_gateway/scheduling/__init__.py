@@ -11,13 +11,13 @@ from tandem_gateway.scheduling.conversion import Terms, Verdict
 from tandem_gateway.scheduling.decision import KEPT, Decision, describe_choice, describe_decision, predict
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Endpoint, Worker
-from tandem_gateway.scheduling.health import REQUESTS_FAULT, Outcome, classify_status
+from tandem_gateway.scheduling.health import Outcome, classify_status
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, missing_role
 from tandem_gateway.scheduling.scheduler import SHORT_CHUNKS, Scheduler
 
 __all__ = [
-    "KEPT", "REQUESTS_FAULT", "SHORT_CHUNKS", "Choice", "Decision", "Demand", "Endpoint", "Estimator", "Outcome",
+    "KEPT", "SHORT_CHUNKS", "Choice", "Decision", "Demand", "Endpoint", "Estimator", "Outcome",
     "Reservation", "Scheduler", "Terms", "Verdict", "Worker", "classify_status", "describe_choice",
     "describe_decision", "missing_role", "predict",
 ]  # fmt: skip

@@ -116,8 +116,8 @@ class Endpoint:
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
         "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
-        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "told", "told_at",
-        "ttft_counts", "worker", "working_since",
+        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "tokens_per_event", "told",
+        "told_at", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -132,6 +132,8 @@ class Endpoint:
         """Uncached prompt tokens sent here and not yet computed."""
         self.decode_tokens = 0
         """Output tokens expected from here and not yet seen."""
+        self.tokens_per_event = 1.0
+        """What an event of a stream from here carries, as it told last: more than one token where it checks guesses."""
         self.load = 0.0
         """Both and `others`, in prefill tokens."""
         self.others = 0

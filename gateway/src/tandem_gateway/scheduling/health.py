@@ -75,8 +75,6 @@ RULES = {
 }
 SERVES_OLD = frozenset((Outcome.BUSY, Outcome.ERROR, Outcome.SLOW, Outcome.UNUSED))
 """Left out for these, a worker goes on with what it has: only the answer to a probe ends its pause."""
-REQUESTS_FAULT = frozenset((Outcome.ERROR, Outcome.RESET))
-"""May be the request's fault: they count once another worker has answered it."""
 
 
 def classify_status(status: int, retry: bytes | None) -> Outcome:

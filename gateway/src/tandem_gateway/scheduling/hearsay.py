@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.holding import Holders, Holding, merge
+from tandem_gateway.scheduling.shared import Holders, Holding, merge
 
 GENERATION = 1 << 15
 """Names remembered, and as many older ones: about 16 MB together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.holding import Holding
+from tandem_gateway.scheduling.shared import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
 
 _TOKENS_PER_STEP = 32
@@ -22,7 +22,7 @@ class Reservation:
     """What one request holds on its prefill and its decode endpoint."""
 
     __slots__ = (
-        "_converted", "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens",
+        "_converted", "_decode", "_decode_left", "_open", "_output", "_owing", "_part", "_prefill", "_prefill_tokens",
         "_prefilling",
         "copy", "expected", "holder", "patience", "since", "work",
     )  # fmt: skip
@@ -44,6 +44,8 @@ class Reservation:
         self._prefill = prefill
         self._prefill_tokens = prefill_tokens
         self._decode_left = self._output = decode_tokens
+        self._part = 0.0
+        """Of a token that has come, and is not counted yet."""
         self._open = True
         self._prefilling = True
         self._owing = True
@@ -124,9 +126,13 @@ class Reservation:
         if self._owing:
             self._end_owing(now)
 
-    def progress(self, tokens: int, now: float) -> None:
-        """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
+    def progress(self, events: int, now: float) -> None:
+        """So many more events of its stream are here, of as many tokens as they carry from this worker. One token stays
+        expected until the end: the request still occupies the worker."""
         self._decode.hear(now)
+        exact = events * self._decode.tokens_per_event + self._part
+        tokens = int(exact)
+        self._part = exact - tokens
         done = min(tokens, self._decode_left - 1)
         if done > 0:
             self._decode_left -= done

@@ -18,8 +18,7 @@ from itertools import pairwise
 from xxhash import xxh3_64_intdigest
 
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.holding import Holders, Holding, merge
-from tandem_gateway.scheduling.shared import DECAY, SharedPrefix
+from tandem_gateway.scheduling.shared import DECAY, Holders, Holding, SharedPrefix, merge
 
 CHUNK_BYTES = 1024
 """About 256 tokens of English. Smaller chunks see shorter shared prefixes at a higher price per prompt."""

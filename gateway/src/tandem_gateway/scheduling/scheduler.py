@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from copy import copy
 from heapq import heappop, heappush
-from statistics import median
 
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
@@ -17,28 +16,18 @@ from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
-from tandem_gateway.scheduling.holding import Holding
 from tandem_gateway.scheduling.ledger import Reservation
+from tandem_gateway.scheduling.outliers import SILENT_SECONDS, check
 from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
-from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.shared import Holding, SharedPrefix
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
-SILENT_SECONDS = 3.0
-SILENT_FACTOR = 4.0
-"""A worker that owes first tokens is silent after this long, and this many times what its prompts should take."""
 PROBE_SECONDS = 5.0
 """A half-open worker is probed by another request where the one before has not told by then."""
-SLOW_FACTOR = 5.0
-"""Slower than the median of its pool by this is an outlier, once it has computed `SLOW_SAMPLES` prompts."""
-SLOW_SAMPLES = 8
-SLOW_LATENCY = 0.25
-"""Seconds of latency that are no outlier, whatever the others have."""
-DESERTIONS = 3
-"""Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
 """Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead, unless it
 is so short that nobody would notice."""
@@ -415,50 +404,5 @@ class Scheduler:
             return
         for groups in self._groups:
             for group in groups.values():
-                self._check(group.decodes, now)
-                self._check(group.prefills, now)
-
-    def _check(self, pool: Pool, now: float) -> None:
-        members = pool.members.values()
-        speed = _usual([endpoint.speed.value for endpoint in members if endpoint.speed.samples >= SLOW_SAMPLES])
-        latency = _usual([e.speed.latency for e in members if e.speed.short_samples >= SLOW_SAMPLES])
-        for endpoint in members:
-            health = endpoint.health
-            if health.probe is not None and health.probe is not WANTED and now >= health.probe_until:
-                endpoint.retry_probe()
-            if _is_silent(endpoint, now):
-                endpoint.quiet_since = now
-                endpoint.deserted = 0
-                self.report(endpoint, Outcome.SILENT, now)
-            elif endpoint.level >= 0 and _is_slow(endpoint, speed, latency):
-                self.report(endpoint, Outcome.SLOW, now)
-                endpoint.speed.forget()
-
-
-def _is_silent(endpoint: Endpoint, now: float) -> bool:
-    """It owes a first sign for longer than that one should take, or as long as three clients cared to wait, and nobody
-    else has heard of it in that time.
-    """
-    if endpoint.deserted < DESERTIONS:
-        quiet = now - endpoint.quiet_since - SILENT_SECONDS
-        for wait in endpoint.owing if quiet > 0 else ():
-            spare = SILENT_FACTOR * max(wait.patience, endpoint.gap)
-            if quiet > spare and now - wait.since > SILENT_SECONDS + spare:
-                break
-        else:
-            return False
-    return endpoint.level >= 0 or endpoint.health.probe is not None
-
-
-def _usual(values: list[float]) -> float:
-    """The median of enough workers to say what is usual, else 0."""
-    return median(values) if len(values) > 2 else 0.0
-
-
-def _is_slow(endpoint: Endpoint, usual_speed: float, usual_latency: float) -> bool:
-    speed = endpoint.speed
-    if usual_speed and speed.samples >= SLOW_SAMPLES and speed.value * SLOW_FACTOR < usual_speed:
-        return True
-    if not usual_latency or speed.short_samples < SLOW_SAMPLES:
-        return False
-    return speed.latency > SLOW_FACTOR * usual_latency + SLOW_LATENCY
+                check(group.decodes, now, self.report)
+                check(group.prefills, now, self.report)

@@ -1,4 +1,5 @@
-"""What many prompts begin with, a system prompt say, and all workers that have it.
+"""Which endpoints have a prompt's beginning in their cache, and until when; and what many prompts begin with, such as a
+system prompt.
 
 An entry of the index names the newest four holders, which are enough to find a conversation again. Of a system prompt
 every worker that has it is a good place for the next conversation, and one that has not would compute it once more: in
@@ -8,7 +9,6 @@ a large fleet most have not.
 from __future__ import annotations
 
 from tandem_gateway.scheduling.endpoint import Candidates, Endpoint
-from tandem_gateway.scheduling.holding import Holding
 
 MAX_SHARERS = 256
 """Workers that are known to have one shared prefix."""
@@ -20,6 +20,39 @@ HALF_LIFE = 2048
 DECAY = 0.5 ** (1 / HALF_LIFE)
 _LOOKS = 2
 """Holders looked at for each that is wanted: some belong to another pool, or have forgotten."""
+MAX_HOLDERS = 4
+"""Named by one entry, the newest."""
+
+
+class Holding:
+    """One endpoint's copy of a prompt: when it was last used, and how much its cache had taken in by then."""
+
+    __slots__ = ("endpoint", "shared", "used_at", "written")
+
+    def __init__(self, endpoint: Endpoint, now: float, shared: SharedPrefix | None = None) -> None:
+        self.endpoint = endpoint
+        self.used_at = now
+        self.written = endpoint.kv_written
+        self.shared = shared
+        """The longest part of it that many prompts begin with, as far as was known then."""
+
+    def alive(self) -> bool:
+        """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
+        endpoint = self.endpoint
+        return (
+            endpoint.kv_written - self.written < endpoint.kv_tokens
+            and self.used_at >= endpoint.evicted_until
+            and not endpoint.gone
+        )
+
+
+Holders = tuple[Holding, ...]
+
+
+def merge(holders: Holders, news: Holders, endpoints: tuple[Endpoint, ...]) -> Holders:
+    """The newest of both; `endpoints` are those of `news`."""
+    kept = [holding for holding in holders if holding.endpoint not in endpoints]
+    return (*kept, *news)[-MAX_HOLDERS:]
 
 
 class SharedPrefix:

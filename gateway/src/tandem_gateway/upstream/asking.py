@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.upstream.base import Call, Failure
 from tandem_gateway.upstream.http1 import Http1Link
 
 

@@ -8,9 +8,10 @@ call a connection of its own; a multiplexed link gives it a stream of a shared o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
+
+from tandem_gateway.http.response import ResponseHead
 
 
 class Failure(Enum):
@@ -30,22 +31,10 @@ class Failure(Enum):
     """Another worker that this one cannot do without failed: says nothing about this one."""
 
 
-@dataclass(slots=True)
-class ResponseHead:
-    """What a worker said before the body. Header names are lower case; hop-by-hop fields are left out."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    fields: dict[bytes, bytes]
-    """The same, of fields that occur several times the last."""
-    rewrite: Callable[[bytes], bytes] | None = None
-    """What the client gets of an answer in one piece; None: the answer itself."""
-    usage: dict[str, Any] | None = None
-    """The usage of a stream that the client does not see it in."""
-
-
 class Sink(Protocol):
     """The side of an exchange that a link calls."""
+
+    __slots__ = ()
 
     def on_upstream_head(self, head: ResponseHead) -> None: ...
 

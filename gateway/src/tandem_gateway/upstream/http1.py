@@ -60,8 +60,7 @@ class Http1Link:
         fresh: bool = False,
         elsewhere: Callable[[], bool] | None = None,
     ) -> Http1Call:
-        call = Http1Call(self, sink, head, body)
-        call.elsewhere = elsewhere
+        call = Http1Call(self, sink, head, body, elsewhere)
         if self._idle and not fresh:
             connection = self._idle.pop()
             if connection.is_quiet():
@@ -136,16 +135,18 @@ class Http1Link:
 class Http1Call:
     """One request on one connection. `sink` is None once the call has ended."""
 
-    __slots__ = ("_link", "body", "connection", "elsewhere", "head", "paused", "resent", "restarted", "sink")
+    __slots__ = ("_elsewhere", "_link", "body", "connection", "head", "paused", "resent", "restarted", "sink")
 
-    def __init__(self, link: Http1Link, sink: Sink, head: bytes, body: bytes) -> None:
+    def __init__(
+        self, link: Http1Link, sink: Sink, head: bytes, body: bytes, elsewhere: Callable[[], bool] | None
+    ) -> None:
         self._link = link
         self.sink: Sink | None = sink
         self.head = head
         self.body = body
         self.connection: WorkerConnection | None = None
         self.paused = False
-        self.elsewhere: Callable[[], bool] | None = None
+        self._elsewhere = elsewhere
         self.restarted = False
         """The idle connection that it was sent over ended without a word."""
         self.resent = False
@@ -183,7 +184,7 @@ class Http1Call:
         if self.sink is None:
             return
         self.connection = None
-        if self.elsewhere is not None and self.elsewhere():
+        if self._elsewhere is not None and self._elsewhere():
             self._link.discard()
             self.fail(Failure.STALE, "an idle connection to the worker ended")
         else:

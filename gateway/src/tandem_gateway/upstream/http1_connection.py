@@ -14,7 +14,8 @@ from typing import Protocol, cast
 
 import httptools
 
-from tandem_gateway.upstream.base import Failure, ResponseHead, Sink
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.upstream.base import Failure, Sink
 
 WRITE_JOIN_BYTES = 64 * 1024
 """Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""

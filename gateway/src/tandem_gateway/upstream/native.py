@@ -20,8 +20,9 @@ from typing import Protocol
 from tandem_api import link
 from tandem_api.link import Goodbye, Hello
 
+from tandem_gateway.http.response import ResponseHead
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead, Sink
+from tandem_gateway.upstream.base import Call, Failure, Link, Sink
 from tandem_gateway.upstream.native_connection import LinkConnection, LinkEnded, NativeCall
 
 BACKOFF_FIRST, BACKOFF_LONGEST = 0.25, 5.0

@@ -14,7 +14,8 @@ from typing import Protocol, cast
 from tandem_api import link
 from tandem_api.link import FrameReader, Goodbye, Hello, LinkError
 
-from tandem_gateway.upstream.base import Failure, ResponseHead, Sink
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.upstream.base import Failure, Sink
 from tandem_gateway.upstream.http1_connection import HOP_BY_HOP, watch_peer
 
 STALLED_SECONDS = 1.0

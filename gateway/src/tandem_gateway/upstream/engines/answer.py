@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import orjson
 
-from tandem_gateway.sse import find_cached
+from tandem_gateway.http.sse import find_cached
 from tandem_gateway.upstream.engines.contract import Fields
 
 HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')

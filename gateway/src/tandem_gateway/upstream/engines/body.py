@@ -7,7 +7,8 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import CHAT, COMPLETIONS, MESSAGES, drop_billing
+from tandem_gateway.paths import CHAT, COMPLETIONS, MESSAGES
+from tandem_gateway.requests.prompt import drop_billing
 from tandem_gateway.upstream.engines.contract import Fields
 
 STEERS = (

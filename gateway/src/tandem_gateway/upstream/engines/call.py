@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID
 
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.http.sse import EventStream, EventTooLarge
 from tandem_gateway.scheduling import Endpoint, Outcome
-from tandem_gateway.sse import EventStream, EventTooLarge
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead, Sink
+from tandem_gateway.upstream.base import Call, Failure, Sink
 from tandem_gateway.upstream.engines.answer import Answer
 from tandem_gateway.upstream.engines.body import PAIRED, asks_usage, build_request, extend
 from tandem_gateway.upstream.engines.contract import Fields, Host, Order

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import Role
 
-from tandem_gateway.prompt import Inquiry
+from tandem_gateway.requests.prompt import Inquiry
 from tandem_gateway.scheduling import Choice, Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Call, Link, Sink
 

@@ -15,10 +15,12 @@ from typing import Any
 from tandem_api.names import Role
 
 from tandem_gateway.errors import BadRequest, NotRouted
-from tandem_gateway.prompt import GENERATES, Inquiry
+from tandem_gateway.http.response import ResponseHead
+from tandem_gateway.http.sse import find_usage, tells_failure
+from tandem_gateway.paths import GENERATES
+from tandem_gateway.requests.prompt import Inquiry
 from tandem_gateway.scheduling import Endpoint, classify_status
-from tandem_gateway.sse import find_usage, tells_failure
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead, Sink
+from tandem_gateway.upstream.base import Call, Failure, Sink
 from tandem_gateway.upstream.engines.answer import HAS_USAGE, count_cached
 from tandem_gateway.upstream.engines.body import (
     PAIRED,

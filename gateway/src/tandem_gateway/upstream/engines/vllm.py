@@ -16,7 +16,8 @@ from typing import Any, cast
 import orjson
 from tandem_api.names import Role
 
-from tandem_gateway.prompt import GENERATES, Inquiry
+from tandem_gateway.paths import GENERATES
+from tandem_gateway.requests.prompt import Inquiry
 from tandem_gateway.scheduling import Endpoint, classify_status
 from tandem_gateway.upstream.base import Call, Failure, Sink
 from tandem_gateway.upstream.engines.answer import count_cached
