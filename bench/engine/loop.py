@@ -26,7 +26,7 @@ from tandem_worker.engine.schedule.params import GenerationRequest, SamplingPara
 from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.answer.deltas import DeltaHub
 
 from bench.engine.scheduling import typical
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar
-from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.dialects.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import MAX_CACHED, GrammarCompiler
 from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory, describe_refusal

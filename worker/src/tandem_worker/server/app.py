@@ -26,26 +26,26 @@ from tandem_api.version import VERSION
 from tandem_worker.engine.contract import Engine
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.answer import Answerer, Plan
-from tandem_worker.server.deltas import ClientGoneError, DeltaHub
-from tandem_worker.server.embeddings import Embedder
-from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
-from tandem_worker.server.journal import StreamHead, take_journal, wants_journal
-from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
-from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
-from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
-from tandem_worker.server.openai.renaming import renamed_errors
-from tandem_worker.server.planning import plan_chat, plan_completion
-from tandem_worker.server.preparation.preparing import PreparedChat
-from tandem_worker.server.prompt_names import PromptNames
-from tandem_worker.server.request_metrics import PreparationCounts
-from tandem_worker.server.responses.encoder import ResponsesEncoder
-from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
-from tandem_worker.server.resuming import open_journal, take_up
-from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.answer.answerer import Answerer, Plan
+from tandem_worker.server.answer.deltas import ClientGoneError, DeltaHub
+from tandem_worker.server.answer.embeddings import Embedder
+from tandem_worker.server.answer.journal import StreamHead, take_journal, wants_journal
+from tandem_worker.server.answer.planning import plan_chat, plan_completion
+from tandem_worker.server.answer.request_metrics import PreparationCounts
+from tandem_worker.server.answer.resuming import open_journal, take_up
+from tandem_worker.server.answer.tracing import ServerTrace, begin_trace, current_trace
+from tandem_worker.server.dialects.messages.encoder import MessagesEncoder, to_error
+from tandem_worker.server.dialects.messages.request import RENAMED as RENAMED_MESSAGES
+from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.renaming import renamed_errors
+from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
+from tandem_worker.server.dialects.responses.request import RENAMED as RENAMED_RESPONSES
+from tandem_worker.server.prepare.preparer import PreparedChat
+from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text.output import Usage
-from tandem_worker.server.tracing import ServerTrace, begin_trace, current_trace
+from tandem_worker.server.wire.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
+from tandem_worker.server.wire.prompt_names import PromptNames
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")

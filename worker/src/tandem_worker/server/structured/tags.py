@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from llguidance import StructTag
 
-from tandem_worker.server.openai.structural_tags import StructuralTag
+from tandem_worker.server.dialects.openai.structural_tags import StructuralTag
 from tandem_worker.server.structured.compiler import HEADER, bound_whitespace
 from tandem_worker.server.structured.errors import GrammarError
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem_worker.server.openai.fields import refuse
-from tandem_worker.server.openai.options import CommonOptions
-from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.dialects.fields import refuse
+from tandem_worker.server.dialects.openai.options import CommonOptions
+from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.structured.bad_words import BadWords
 
 _MAX_QUOTED = 8

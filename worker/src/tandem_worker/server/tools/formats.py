@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.dialects.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
 from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.text.output import TextParser
