@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.dialects.openai.chat_request import parse_chat
 from tandem_worker.server.dialects.openai.completion_request import parse_completion
-from tandem_worker.server.dialects.openai.embedding_request import parse_embedding
+from tandem_worker.server.dialects.openai.pooling_requests import parse_embedding
 
 USER: Any = [{"role": "user", "content": "x"}]
 FUNCTION: Any = {"type": "function", "function": {"name": "f"}}

@@ -26,14 +26,14 @@ from tandem_worker.engine.schedule.params import (
 from tandem_worker.server.answer.answerer import Plan
 from tandem_worker.server.answer.journal import Journal, Resume, read_journal
 from tandem_worker.server.answer.resuming import open_journal, take_up
+from tandem_worker.server.dialects.contract import AnswerHead
 from tandem_worker.server.dialects.messages.encoder import MessagesEncoder
-from tandem_worker.server.dialects.openai.chunks import AnswerHead
-from tandem_worker.server.dialects.openai.toolspec import ToolOptions
 from tandem_worker.server.dialects.responses import encoder as responses_encoder
 from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Usage
 from tandem_worker.server.text.reasoning import ReasoningParser
+from tandem_worker.server.tools.contract import ToolOptions
 from tandem_worker.server.tools.formats import HERMES_FORMAT
 from tandem_worker.server.wire.pacing import complete
 

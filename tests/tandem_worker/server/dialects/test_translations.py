@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.server.dialects.contract import AnswerHead, Encoder
 from tandem_worker.server.dialects.messages.encoder import MessagesEncoder
 from tandem_worker.server.dialects.openai.chat_request import parse_chat
-from tandem_worker.server.dialects.openai.chunks import AnswerHead, Encoder
-from tandem_worker.server.dialects.openai.toolspec import ToolOptions
 from tandem_worker.server.dialects.responses import encoder as responses_encoder
 from tandem_worker.server.dialects.responses import request as responses_request
 from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.output import Update, Usage
+from tandem_worker.server.tools.contract import ToolOptions
 from tandem_worker.server.tools.formats import HERMES_FORMAT
 from tandem_worker.server.wire.pacing import complete
 

@@ -18,16 +18,16 @@ import orjson
 import pytest
 from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.host.isolation.contract import Limits
-from tandem_worker.server.answer.deltas import ClientGoneError
 from tandem_worker.server.prepare import placing as preparation
 from tandem_worker.server.prepare.fitting import observe_bound
-from tandem_worker.server.prepare.job import KINDS, SETUP, _run, pack_setup, unpack
+from tandem_worker.server.prepare.job import KINDS, MAX_DEFINITION_BYTES, SETUP, _run, pack_setup, unpack
 from tandem_worker.server.prepare.placing import Preparation
-from tandem_worker.server.prepare.preparer import MAX_DEFINITION_BYTES, Preparer, PromptRules
+from tandem_worker.server.prepare.preparer import Preparer
 from tandem_worker.server.prepare.prompting import Prompter
+from tandem_worker.server.prepare.rules import PromptRules
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.wire import intake
-from tandem_worker.server.wire.http import ServiceError, describe_error
+from tandem_worker.server.wire.http import ClientGoneError, ServiceError, describe_error
 
 RULES = PromptRules(
     name="tiny", max_model_len=40_000, vocab_size=300, start_token=0, embedding_size=8, grammar_limits=GrammarLimits()

@@ -22,7 +22,7 @@ from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.server.wire.gate import TokenGate
 from tandem_worker.server.wire.http import send_json
-from tandem_worker.server.wire.ports import open_ports
+from tandem_worker.server.wire.serving import open_ports
 from tandem_worker.server.wire.status import StatusApp, answer_lifespan
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.wire.gate import TokenGate
 from tandem_worker.server.wire.link.listener import LinkListener
-from tandem_worker.server.wire.ports import HttpPorts, open_ports
+from tandem_worker.server.wire.serving import HttpPorts, open_ports
 from tandem_worker.server.wire.status import StatusApp
 
 logger = logging.getLogger("tandem_worker")

@@ -20,7 +20,8 @@ from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest
 from tandem_worker.server.answer.deltas import DeltaHub
 from tandem_worker.server.answer.flight import Flight
 from tandem_worker.server.answer.journal import Journal
-from tandem_worker.server.dialects.openai.chunks import Encoder, is_long
+from tandem_worker.server.dialects.contract import Encoder
+from tandem_worker.server.dialects.openai.chunks import is_long
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update, Usage
 from tandem_worker.server.wire.http import ServiceError, describe_error, send_parts, send_start

@@ -12,10 +12,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection: nobody reads the answer. Never leaves the server package."""
+from tandem_worker.server.wire.http import ClientGoneError
 
 
 class Inbox:

@@ -21,8 +21,7 @@ from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.answer.answerer import raise_failure
 from tandem_worker.server.answer.deltas import DeltaHub
 from tandem_worker.server.answer.flight import Flight
-from tandem_worker.server.dialects.openai.embedding_request import EmbeddingRequest
-from tandem_worker.server.dialects.openai.score_request import ScoreRequest
+from tandem_worker.server.dialects.openai.pooling_requests import EmbeddingRequest, ScoreRequest
 from tandem_worker.server.prepare.preparer import PreparedEmbedding, PreparedScore, Tokens
 from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.text.output import Usage

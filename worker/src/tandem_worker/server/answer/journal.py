@@ -38,11 +38,10 @@ from tandem_api.journal import MARK, MAX_JOURNAL_BYTES
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenLogprob
-from tandem_worker.server.answer.deltas import ClientGoneError
-from tandem_worker.server.dialects.openai.chunks import Encoder
+from tandem_worker.server.dialects.contract import Encoder
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update
-from tandem_worker.server.wire.http import content_length, header
+from tandem_worker.server.wire.http import ClientGoneError, content_length, header
 from tandem_worker.server.wire.intake import BODY_SECONDS
 from tandem_worker.server.wire.pacing import Steps, pace
 

@@ -12,8 +12,9 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer.answerer import Plan
 from tandem_worker.server.answer.journal import StreamHead
-from tandem_worker.server.answer.shaping import shape_answer, shape_completion
-from tandem_worker.server.dialects.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo, Encoder
+from tandem_worker.server.answer.shaping import resolve_bias, shape_answer, shape_completion
+from tandem_worker.server.dialects.contract import AnswerHead, Encoder
+from tandem_worker.server.dialects.openai.chunks import ChatEncoder, CompletionEncoder, Echo
 from tandem_worker.server.dialects.openai.completion_request import CompletionRequest
 from tandem_worker.server.dialects.openai.logprobs import PromptScores
 from tandem_worker.server.dialects.openai.options import CommonOptions, to_sampling
@@ -22,7 +23,6 @@ from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.prediction import Prediction
-from tandem_worker.server.text.words import resolve_bias
 
 MAX_SCORES = 1 << 18
 """What one answer repeats of its prompts, in tokens and logprobs: 20 MB as JSON."""

@@ -5,12 +5,31 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client import Histogram
 from tandem_api.telemetry import Metric
 
+from tandem_worker.server.text.output import Usage
+
 _TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """One finished request, for metrics."""
+
+    path: str
+    status: int
+    """HTTP status; 499 when the client went away."""
+    seconds: float
+    first_token_seconds: float | None
+    usage: Usage | None
+
+
+class RequestObserver(Protocol):
+    def __call__(self, outcome: RequestOutcome) -> None: ...
 
 
 @dataclass(slots=True)
@@ -52,14 +71,3 @@ class RequestMetrics:
         """Answers so far by HTTP status; a copy."""
         with self._lock:
             return dict(self._by_status)
-
-
-@dataclass(slots=True)
-class PreparationCounts:
-    """What became of large requests. Written on the event loop."""
-
-    isolated: int = 0
-    """Large requests that are being prepared in a process of their own, or wait for that, now."""
-    isolated_total: int = 0
-    refused_total: int = 0
-    """Refused because as many or as large ones were there as may be, or because one took too much."""

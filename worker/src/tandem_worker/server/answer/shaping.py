@@ -10,23 +10,25 @@ from typing import Any
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory
+from tandem_worker.server.dialects.fields import refuse
 from tandem_worker.server.dialects.openai.chat_request import ChatRequest
 from tandem_worker.server.dialects.openai.completion_request import CompletionRequest
 from tandem_worker.server.dialects.openai.options import CommonOptions
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat
-from tandem_worker.server.dialects.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.prepare.served_model import ServedModel
-from tandem_worker.server.structured.allowed import AllowedTokens
 from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.contract import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.structured.limits import check_types
 from tandem_worker.server.structured.tags import write_structural_tags
+from tandem_worker.server.structured.token_masks import AllowedTokens, BadWords
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
-from tandem_worker.server.text.words import bad_words
+from tandem_worker.server.tools.contract import Tool, ToolOptions
 from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build_grammar
 from tandem_worker.server.wire.http import ServiceError
+
+_MAX_QUOTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,3 +283,36 @@ def _after_reasoning(grammar: GrammarFactory, model: ServedModel, prompt: str, *
             return grammar
         raise RequestError("This model cannot combine reasoning and structured output.", param="response_format")
     return AfterReasoningFactory(grammar, begin, end, inside=inside)
+
+
+def resolve_bias(options: CommonOptions, model: ServedModel) -> dict[int, float]:
+    """`logit_bias` by token id. Raises RequestError for a text that is not one token."""
+    named = {text: _encode(model, text) for text in options.text_bias}
+    wrong = [text for text, tokens in named.items() if len(tokens) != 1 or _decode(model, tokens) != text]
+    if wrong:
+        keys = ", ".join(f"'{text}'" for text in wrong[:_MAX_QUOTED])
+        refuse(
+            "logit_bias",
+            f"Not the text of one token each: {keys}. Keys of 'logit_bias' are token ids, which /tokenize tells, or "
+            "the text of one token.",
+            "invalid_value",
+        )
+    return options.logit_bias | {tokens[0]: options.text_bias[text] for text, tokens in named.items()}
+
+
+def bad_words(options: CommonOptions, model: ServedModel) -> BadWords | None:
+    """What keeps them out of an answer: each as it stands, and after a space."""
+    if not options.bad_words:
+        return None
+    sequences = {
+        tuple(_encode(model, spelled)) for word in options.bad_words for spelled in (word, f" {word.lstrip(' ')}")
+    }
+    return BadWords((sequence for sequence in sequences if sequence), model.vocab_size)
+
+
+def _decode(model: ServedModel, tokens: list[int]) -> str:
+    return model.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _encode(model: ServedModel, text: str) -> list[int]:
+    return model.tokenizer.encode(text, add_special_tokens=False)

@@ -8,20 +8,37 @@ import gc
 import io
 import pickle
 import sys
+from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import orjson
+
 from tandem_worker.engine.errors import ContextLengthError, RequestError
+from tandem_worker.server.dialects.fields import refuse
+from tandem_worker.server.dialects.openai.chat_request import ChatRequest
+from tandem_worker.server.dialects.openai.output_format import ResponseFormat
 from tandem_worker.server.prepare.fitting import LengthBound
-from tandem_worker.server.prepare.preparer import NotHereError, Prepared, Preparer, PromptRules, reduce
+from tandem_worker.server.prepare.preparer import (
+    NotHereError,
+    Prepared,
+    PreparedChat,
+    PreparedCompletion,
+    PreparedEmbedding,
+    PreparedScore,
+    Preparer,
+)
 from tandem_worker.server.prepare.prompting import Prompter
+from tandem_worker.server.prepare.rules import PromptRules
 
 KINDS = (
     "chat", "completion", "responses", "messages", "count", "embedding", "score", "rerank", "tokenize", "detokenize"
 )  # fmt: skip
 SETUP = f"{__name__}:setup"
 
+MAX_DEFINITION_BYTES = 512 * 1024
+"""The most that a request's schemas, functions and grammar may take together, as JSON."""
 _MESSAGE_CHARACTERS = 4096
 """The most of a refusal that is kept: it may quote the request."""
 _NOT_HERE = b""
@@ -65,6 +82,78 @@ def _run(preparer: Preparer, kind: str, body: bytes, *, lenient: bool = False) -
         return pickle.dumps((least, str(error)[:_MESSAGE_CHARACTERS], error.param, error.code, error.status))
     except NotHereError:
         return _NOT_HERE
+
+
+def reduce(prepared: Prepared) -> Prepared:
+    """Without what is used up, so that it takes neither long to send nor much to hold. Raises RequestError."""
+    match prepared:
+        case PreparedChat():
+            _check_definitions(prepared.request)
+            tools = prepared.request.tools
+            request = dataclasses.replace(
+                prepared.request,
+                messages=[],
+                chat_template=None,
+                template_kwargs={},
+                tools=dataclasses.replace(
+                    tools,
+                    tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.tools),
+                    callable_tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.callable_tools),
+                ),
+            )
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(request, prediction=""),
+                tokens=array("i", prepared.tokens),
+                prediction=array("i", prepared.prediction),
+            )
+        case PreparedCompletion():
+            _check_size({prepared.request.response_format.content_path: _size_of(prepared.request.response_format)})
+            # Texts are repeated by `echo` alone.
+            request = prepared.request if prepared.request.echo else dataclasses.replace(prepared.request, prompts=())
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(request, prediction=""),
+                tokens=[array("i", each) for each in prepared.tokens],
+                prediction=array("i", prepared.prediction),
+            )
+        case PreparedEmbedding():
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(prepared.request, inputs=()),
+                tokens=[array("i", each) for each in prepared.tokens],
+            )
+        case PreparedScore():
+            return dataclasses.replace(prepared, tokens=[array("i", each) for each in prepared.tokens])
+        case bytes():
+            return prepared
+
+
+def _check_definitions(request: ChatRequest) -> None:
+    """Schemas and grammars go to the compiler as they are. Raises RequestError."""
+    answer = request.response_format
+    _check_size(
+        {
+            "tools": sum(len(orjson.dumps(tool.parameters)) for tool in request.tools.tools),
+            answer.content_path.partition(".")[0]: _size_of(answer),
+        }
+    )
+
+
+def _size_of(answer: ResponseFormat) -> int:
+    return len(answer.definition.encode()) + len(orjson.dumps(answer.schema))
+
+
+def _check_size(sizes: Mapping[str, int]) -> None:
+    """Raises RequestError naming the largest."""
+    if sum(sizes.values()) > MAX_DEFINITION_BYTES:
+        largest = max(sizes, key=lambda key: sizes[key])
+        refuse(
+            largest,
+            f"The schemas of this request have {sum(sizes.values())} bytes; "
+            f"at most {MAX_DEFINITION_BYTES} are supported.",
+            "string_above_max_length",
+        )
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -27,11 +27,16 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.host.memory import trim_memory
-from tandem_worker.server.answer.deltas import ClientGoneError
-from tandem_worker.server.answer.request_metrics import PreparationCounts
+from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.prepare.job import SETUP, job_name, unpack
 from tandem_worker.server.prepare.preparer import NotHereError, Prepared, Preparer
-from tandem_worker.server.wire.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError, header
+from tandem_worker.server.wire.http import (
+    MAX_BODY_BYTES,
+    TOO_MANY_LARGE_REQUESTS,
+    ClientGoneError,
+    ServiceError,
+    header,
+)
 from tandem_worker.server.wire.intake import SMALL_BODY_BYTES, BodyIntake
 
 logger = logging.getLogger(__name__)
@@ -65,10 +70,10 @@ JOB_LIMITS = Limits(
 class Preparation:
     """One per process. `start` readies the process for large requests; without it the first of them does."""
 
-    def __init__(self, preparer: Preparer, pack: Callable[[], bytes]) -> None:
-        """`pack` makes what the process is set up with."""
+    def __init__(self, preparer: Preparer, pack: Callable[[], bytes], counts: PreparationCounts | None = None) -> None:
+        """`pack` makes what the process is set up with. `counts` is counted in."""
         self.intake = BodyIntake()
-        self.counts = PreparationCounts()
+        self.counts = PreparationCounts() if counts is None else counts
         self._preparer = preparer
         self._pack = pack
         self._confined: Confined | None = None

@@ -1,158 +1,47 @@
 """From the body of a request to its tokens: parsed, checked, rendered, tokenized and known to fit.
 
 All of it can take long: a body of 8 MiB may be four million objects, or a text of two million tokens. So nothing here
-knows the event loop, and `setup` offers the same functions to a process of their own, in which requests are prepared
+knows the event loop, and `job` offers the same functions to a process of their own, in which requests are prepared
 that would hold up everybody else (`placing` decides).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from tandem_worker.engine.errors import ContextLengthError, RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.dialects.fields import Fields, refuse, wrong_type
 from tandem_worker.server.dialects.messages import request as messages
-from tandem_worker.server.dialects.openai.chat_request import ChatRequest, parse_chat
+from tandem_worker.server.dialects.openai.chat_request import ChatRequest
 from tandem_worker.server.dialects.openai.completion_request import (
     CompletionRequest,
     Prompt,
     check_token_ids,
     parse_completion,
 )
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
-from tandem_worker.server.dialects.openai.embedding_request import EmbeddingRequest, parse_embedding
-from tandem_worker.server.dialects.openai.output_format import ResponseFormat
-from tandem_worker.server.dialects.openai.score_request import ScoreRequest, parse_rerank, parse_score
+from tandem_worker.server.dialects.openai.pooling_requests import (
+    EmbeddingRequest,
+    ScoreRequest,
+    parse_embedding,
+    parse_rerank,
+    parse_score,
+)
 from tandem_worker.server.dialects.renaming import rename, renamed_errors
 from tandem_worker.server.dialects.responses import request as responses
 from tandem_worker.server.prepare.fitting import LengthBound
 from tandem_worker.server.prepare.prompting import Prompter
-from tandem_worker.server.structured.errors import GrammarError
-from tandem_worker.server.structured.limits import GrammarLimits
+from tandem_worker.server.prepare.rules import AnswerLimit, PromptRules
 from tandem_worker.server.tools.harmony import START
 
-if TYPE_CHECKING:
-    from tandem_api.launch import ToolForm  # the process that prepares large requests does without what it loads
-
-MAX_DEFINITION_BYTES = 512 * 1024
-"""The most that a request's schemas, functions and grammar may take together, as JSON."""
 _END_CHARACTERS = 64
 """Marks that a prompt may end in are shorter."""
 
 Tokens = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRules:
-    """What a model says about prompts. Plain data."""
-
-    name: str
-    vouched: bool = False
-    """Who may ask has checked the name that a request gives: this worker takes whatever it is."""
-    tools: ToolForm = "Auto"
-    request_templates: bool = False
-    """Requests may bring their chat template."""
-    max_model_len: int
-    vocab_size: int
-    start_token: int
-    """Stands for an empty prompt."""
-    embedding_size: int | None
-    """None: the model generates text."""
-    grammar_limits: GrammarLimits
-    sampling: SamplingDefaults = API_DEFAULTS
-
-    def parse_chat(self, body: object, *, lenient: bool) -> ChatRequest:
-        """Raises RequestError."""
-        return parse_chat(body, self.vocab_size, sampling=self.sampling, lenient=lenient)
-
-    def check_name(self, name: str) -> None:
-        """Raises RequestError (404, `model_not_found`) when another model than this one is asked for.
-
-        With `vouched` every name is right: whoever sent the request here has checked it.
-        """
-        if not self.vouched and name != self.name:
-            raise RequestError(
-                f"The model '{name}' does not exist here. This server serves '{self.name}'.",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
-
-    def check_template(self, request: ChatRequest) -> None:
-        """Raises RequestError where the request may not bring the chat template that it brings."""
-        if request.chat_template is None:
-            return
-        if not self.request_templates:
-            refuse(
-                "chat_template",
-                "Chat templates of a client's own are off for this model: remove 'chat_template', and the model's own "
-                "is used. Who runs the model turns them on with 'requestChatTemplates: true' in 'spec.engine' of the "
-                "InferenceModel.",
-                "unsupported_parameter",
-            )
-        if request.tools.tools:
-            refuse(
-                "chat_template",
-                "'chat_template' and 'tools' exclude each other, because calls are read as the model's own template "
-                "asks for them: leave one out.",
-            )
-
-    def check_schemas(self, request: ChatRequest) -> None:
-        """Refuse schemas that are too large or deep for whatever reads them next, the template too.
-
-        Raises RequestError.
-        """
-        self.check_answer_schema(request.response_format)
-        for index, tool in enumerate(request.tools.tools):
-            self._check_schema(
-                tool.parameters, "Invalid 'parameters' schema of a function", f"tools[{index}].function.parameters"
-            )
-
-    def check_answer_schema(self, answer: ResponseFormat) -> None:
-        """Raises RequestError."""
-        self._check_schema(answer.schema, f"Invalid schema for {answer.name}", answer.content_path)
-
-    def _check_schema(self, schema: object, problem: str, param: str) -> None:
-        try:
-            self.grammar_limits.check_schema(schema)
-        except GrammarError as error:
-            raise RequestError(f"{problem}: {error}.", param=param, code="invalid_json_schema") from error
-
-    def cut(self, truncate: int | None, max_tokens: int | None) -> int | None:
-        """Tokens that are taken of a prompt, from its end; None: all. `truncate` -1 leaves room for `max_tokens`."""
-        if truncate is None or truncate > 0:
-            return truncate
-        return max(1, self.max_model_len - (1 if max_tokens is None else max_tokens))
-
-    def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str, least: bool = False) -> int:
-        """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit.
-
-        `least`: the prompt has this many tokens or more.
-        """
-        limit = self.max_model_len
-        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > limit:
-            wanted = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} were requested"
-            raise ContextLengthError(
-                f"This model's context length is {limit} tokens. "
-                f"The prompt has {'at least ' if least else ''}{num_prompt_tokens} tokens {wanted}.",
-                param=param,
-            )
-        return limit - num_prompt_tokens if max_tokens is None else max_tokens
-
-    def check_input(self, num_tokens: int, *, param: str, least: bool = False) -> None:
-        """Hold a text that gets no answer to the context length. Raises ContextLengthError."""
-        if num_tokens > self.max_model_len:
-            raise ContextLengthError(
-                f"This model's context length is {self.max_model_len} tokens, but '{param}' has "
-                f"{'at least ' if least else ''}{num_tokens}.",
-                param=param,
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +176,7 @@ class Preparer:
         request = self._settle_chat(rules.parse_chat(body, lenient=lenient), lenient=lenient)
         text = self._prompter.render(request)
         most = rules.cut(request.common.truncate_prompt, request.max_tokens)
-        limit = _Limit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
+        limit = AnswerLimit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
 
         def check(num_tokens: int, least: bool) -> int:
             return limit.room(_least(num_tokens, most), param="messages", least=least)
@@ -367,7 +256,7 @@ class Preparer:
         rules.check_name(request.model or "")
         rules.check_answer_schema(request.response_format)
         most = rules.cut(request.common.truncate_prompt, request.max_tokens)
-        limit = _Limit(rules, request.max_tokens, lenient=lenient, name="max_tokens")
+        limit = AnswerLimit(rules, request.max_tokens, lenient=lenient, name="max_tokens")
 
         def check(num_tokens: int, least: bool) -> int:
             return limit.room(_least(num_tokens, most), param="prompt", least=least)
@@ -480,26 +369,6 @@ class Preparer:
         return Draft([], lambda _: orjson.dumps({"prompt": self._prompter.decode(tokens)}))
 
 
-class _Limit:
-    """How long an answer may be. A lenient client gets what fits where it asks for more."""
-
-    def __init__(self, rules: PromptRules, max_tokens: int | None, *, lenient: bool, name: str) -> None:
-        self._rules = rules
-        self._max_tokens = max_tokens
-        self._lenient = lenient
-        self._name = name
-        self.ignored: tuple[str, ...] = ()
-        """The field that asked for more than fits."""
-
-    def room(self, num_prompt_tokens: int, *, param: str, least: bool = False) -> int:
-        """As `PromptRules.room`."""
-        max_tokens, fits = self._max_tokens, self._rules.max_model_len - num_prompt_tokens
-        if self._lenient and max_tokens is not None and max_tokens > fits > 0:
-            self.ignored = self.ignored if least else (self._name,)
-            return fits
-        return self._rules.room(num_prompt_tokens, max_tokens, param=param, least=least)
-
-
 def _least(num_tokens: int, most: int | None) -> int:
     return num_tokens if most is None else min(num_tokens, most)
 
@@ -518,75 +387,3 @@ def _end_of(prompt: str) -> str:
     cut = max(0, len(prompt.rstrip()) - _END_CHARACTERS)
     start = prompt.rfind(START)
     return prompt[cut if start < 0 else min(cut, start) :]
-
-
-def reduce(prepared: Prepared) -> Prepared:
-    """Without what is used up, so that it takes neither long to send nor much to hold. Raises RequestError."""
-    match prepared:
-        case PreparedChat():
-            _check_definitions(prepared.request)
-            tools = prepared.request.tools
-            request = dataclasses.replace(
-                prepared.request,
-                messages=[],
-                chat_template=None,
-                template_kwargs={},
-                tools=dataclasses.replace(
-                    tools,
-                    tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.tools),
-                    callable_tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.callable_tools),
-                ),
-            )
-            return dataclasses.replace(
-                prepared,
-                request=dataclasses.replace(request, prediction=""),
-                tokens=array("i", prepared.tokens),
-                prediction=array("i", prepared.prediction),
-            )
-        case PreparedCompletion():
-            _check_size({prepared.request.response_format.content_path: _size_of(prepared.request.response_format)})
-            # Texts are repeated by `echo` alone.
-            request = prepared.request if prepared.request.echo else dataclasses.replace(prepared.request, prompts=())
-            return dataclasses.replace(
-                prepared,
-                request=dataclasses.replace(request, prediction=""),
-                tokens=[array("i", each) for each in prepared.tokens],
-                prediction=array("i", prepared.prediction),
-            )
-        case PreparedEmbedding():
-            return dataclasses.replace(
-                prepared,
-                request=dataclasses.replace(prepared.request, inputs=()),
-                tokens=[array("i", each) for each in prepared.tokens],
-            )
-        case PreparedScore():
-            return dataclasses.replace(prepared, tokens=[array("i", each) for each in prepared.tokens])
-        case bytes():
-            return prepared
-
-
-def _check_definitions(request: ChatRequest) -> None:
-    """Schemas and grammars go to the compiler as they are. Raises RequestError."""
-    answer = request.response_format
-    _check_size(
-        {
-            "tools": sum(len(orjson.dumps(tool.parameters)) for tool in request.tools.tools),
-            answer.content_path.partition(".")[0]: _size_of(answer),
-        }
-    )
-
-
-def _size_of(answer: ResponseFormat) -> int:
-    return len(answer.definition.encode()) + len(orjson.dumps(answer.schema))
-
-
-def _check_size(sizes: Mapping[str, int]) -> None:
-    """Raises RequestError naming the largest."""
-    if sum(sizes.values()) > MAX_DEFINITION_BYTES:
-        largest = max(sizes, key=lambda key: sizes[key])
-        refuse(
-            largest,
-            f"The schemas of this request have {sum(sizes.values())} bytes; "
-            f"at most {MAX_DEFINITION_BYTES} are supported.",
-            "string_above_max_length",
-        )

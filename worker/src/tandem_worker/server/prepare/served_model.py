@@ -11,11 +11,13 @@ from tandem_api.launch import WorkerConfig
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.prepare.fitting import observe_bound
 from tandem_worker.server.prepare.job import pack_setup
 from tandem_worker.server.prepare.placing import Preparation
-from tandem_worker.server.prepare.preparer import Preparer, PromptRules
+from tandem_worker.server.prepare.preparer import Preparer
 from tandem_worker.server.prepare.prompting import Prompter
+from tandem_worker.server.prepare.rules import PromptRules
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.detokenizer import TokenTable
@@ -35,6 +37,7 @@ class ServedModel:
     """Shared by all requests. `tool_format` names one of `FORMATS`; None detects it.
 
     `grammars`: a compiler for the same tokenizer, vocabulary and end tokens that somebody else closes.
+    `preparation` is counted in.
 
     Raises ValueError when no context length is known, KeyError for an unknown format.
     """
@@ -51,6 +54,7 @@ class ServedModel:
         embedding: EmbeddingSpec | None = None,
         grammars: GrammarCompiler | None = None,
         sampling: SamplingDefaults = API_DEFAULTS,
+        preparation: PreparationCounts | None = None,
     ) -> None:
         self.name = config.served_name
         """As it was at start. Answers carry the name that the request gave: names change while workers run."""
@@ -95,7 +99,7 @@ class ServedModel:
         )
         bound = observe_bound(tokenizer.backend_tokenizer)
         self.preparation = Preparation(
-            Preparer(prompter, self.rules, bound), partial(pack_setup, tokenizer, self.rules, bound)
+            Preparer(prompter, self.rules, bound), partial(pack_setup, tokenizer, self.rules, bound), preparation
         )
 
     def close(self) -> None:

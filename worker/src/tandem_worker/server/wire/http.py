@@ -17,6 +17,11 @@ from tandem_worker.engine.errors import EngineStoppedError, RequestError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
+MAX_PREFILL_ENDPOINTS = 8
+MAX_STEP_SECONDS = 60.0
+
+_ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _LENGTH = re.compile(r"[0-9]{1,19}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KINDS: Mapping[int, ErrorType] = {
@@ -43,6 +48,10 @@ class BodyTooLargeError(RequestError):
             code="request_too_large",
             status=413,
         )
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection: nobody reads the answer. Never leaves the server package."""
 
 
 class ServiceError(Exception):
@@ -83,6 +92,37 @@ def request_id(scope: Scope) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given.encode("latin-1")):
         return given
     return f"req-{secrets.token_hex(12)}"
+
+
+def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
+    """The prefill workers that the gateway names. Raises RequestError."""
+    value = header(scope, names.HEADER_PREFILL)
+    if value is None:
+        return ()
+    endpoints = tuple(part.strip() for part in value.split(",") if part.strip())
+    if len(endpoints) > MAX_PREFILL_ENDPOINTS or not all(_ENDPOINT.fullmatch(part) for part in endpoints):
+        raise RequestError(
+            f"The header {names.HEADER_PREFILL} must be a comma-separated list of at most {MAX_PREFILL_ENDPOINTS} "
+            "host:port pairs.",
+            param=names.HEADER_PREFILL,
+        )
+    return endpoints
+
+
+def read_step_seconds(scope: Scope) -> float | None:
+    """How long steps may be with a part of this prompt, as the gateway says; None: as long as others. Raises
+    RequestError.
+    """
+    value = header(scope, names.HEADER_STEP_SECONDS)
+    if value is None:
+        return None
+    if not _DECIMAL.fullmatch(value) or not 0 < float(value) <= MAX_STEP_SECONDS:
+        raise RequestError(
+            f"The header {names.HEADER_STEP_SECONDS} must be a number of seconds above 0 and at most "
+            f"{MAX_STEP_SECONDS:g}, for example 0.05.",
+            param=names.HEADER_STEP_SECONDS,
+        )
+    return float(value)
 
 
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

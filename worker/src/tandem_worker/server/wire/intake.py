@@ -8,8 +8,13 @@ from typing import Never
 from starlette.types import Receive, Scope
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.answer.deltas import ClientGoneError
-from tandem_worker.server.wire.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, BodyTooLargeError, content_length
+from tandem_worker.server.wire.http import (
+    MAX_BODY_BYTES,
+    TOO_MANY_LARGE_REQUESTS,
+    BodyTooLargeError,
+    ClientGoneError,
+    content_length,
+)
 
 SMALL_BODY_BYTES = 32 * 1024
 """Bodies up to this size are not counted, so that nobody's large ones keep them out."""

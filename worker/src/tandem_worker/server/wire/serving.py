@@ -1,19 +1,26 @@
-"""Runs the application on a socket, and can be stopped. Signals are the business of whoever starts it."""
+"""Runs an application on a socket, and can be stopped; the two ports of a process. Signals are the business of whoever
+starts it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
+from tandem_api.launch import WorkerConfig
 from tandem_api.openai import error_body
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem_worker.host.errors import StartupError
 
 _log = logging.getLogger(__name__)
 HEADER_TIMEOUT_SECONDS = 10.0
@@ -24,6 +31,8 @@ MAX_HEADERS = 128
 as much memory as it has bytes, and nobody has shown a key yet."""
 KEEP_ALIVE_SECONDS = 75
 MAX_CONNECTIONS = 4096
+_METRICS_CONNECTIONS = 128
+"""The kubelet and a few scrapers; one connection each."""
 
 
 class _HeadersTooLargeError(Exception):
@@ -247,3 +256,38 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpPorts:
+    api: RunningServer
+    status: RunningServer
+
+    async def close(self) -> None:
+        """Probes are answered until the last request is."""
+        await self.api.stop()
+        await self.status.stop()
+
+
+async def open_ports(config: WorkerConfig, host: str, *, api: ASGIApp, status: ASGIApp) -> HttpPorts:
+    """Raises StartupError when a port is taken. A quarter of the process's descriptors is never a port's."""
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = descriptors if descriptors >= 0 else 1 << 20
+    # Whoever keeps all of its connections busy must not keep the kubelet out: it would restart the worker.
+    few = min(_METRICS_CONNECTIONS, most // 4)
+    watching = await _open(status, host, config.metrics_port, few, busy_give_way=True)
+    try:
+        serving = await _open(api, host, config.http_port, min(MAX_CONNECTIONS, most // 2))
+    except StartupError:
+        await watching.stop()
+        raise
+    return HttpPorts(api=serving, status=watching)
+
+
+async def _open(
+    app: ASGIApp, host: str, port: int, max_connections: int, *, busy_give_way: bool = False
+) -> RunningServer:
+    try:
+        return await serve(app, host, port, max_connections=max_connections, busy_give_way=busy_give_way)
+    except OSError as error:
+        raise StartupError("PortInUse", f"Port {port} cannot be opened at {host}: {error}") from error

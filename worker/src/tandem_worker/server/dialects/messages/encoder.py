@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
-from tandem_worker.server.dialects.openai.chunks import AnswerHead
+from tandem_worker.server.dialects.contract import AnswerHead
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 from tandem_worker.server.wire.pacing import Steps

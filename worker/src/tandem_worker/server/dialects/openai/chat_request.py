@@ -14,7 +14,8 @@ from tandem_worker.server.dialects.openai.messages import parse_messages, parse_
 from tandem_worker.server.dialects.openai.options import CommonOptions, parse_common
 from tandem_worker.server.dialects.openai.other_servers import refuse_other_servers
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat, parse_output_format
-from tandem_worker.server.dialects.openai.toolspec import ToolOptions, parse_tools
+from tandem_worker.server.dialects.openai.toolspec import parse_tools
+from tandem_worker.server.tools.contract import ToolOptions
 
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPLATE_KWARGS = 64

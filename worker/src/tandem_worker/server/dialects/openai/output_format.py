@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.dialects.fields import Fields, check_text, read_json, refuse, wrong_type
-from tandem_worker.server.dialects.openai.structural_tags import StructuralTag, parse_structural_tag
+from tandem_worker.server.dialects.openai.structural_tags import parse_structural_tag
+from tandem_worker.server.structured.contract import StructuralTag
 
 MAX_ALTERNATIVES = 1024
 """Texts of `guided_choice`."""

@@ -10,23 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.server.dialects.fields import Fields, check_length, check_text, read_json, refuse, wrong_type
+from tandem_worker.server.structured.contract import StructuralTag
 
 MAX_TAGS = 128
 """Items of one list; as many as a request may have tools."""
 MAX_TEXT_LENGTH = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuralTag:
-    """A part of an answer that is not free."""
-
-    trigger: str
-    """No other tag's trigger contains it, so free text ends at one of them at most."""
-    begin: str
-    """Begins with the trigger."""
-    schema: dict[str, Any]
-    end: str
-    """May be empty: then the value alone ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,35 +8,10 @@ from typing import Any, Literal
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.dialects.fields import Fields, refuse
+from tandem_worker.server.tools.contract import Tool, ToolOptions
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    name: str
-    parameters: dict[str, Any]
-    """JSON schema of the arguments."""
-    strict: bool
-    definition: dict[str, Any]
-    """As the client sent it: chat templates print it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolOptions:
-    """`mode` is `none` when there are no tools. A named function is `required` with `callable_tools` narrowed to it."""
-
-    mode: Literal["none", "auto", "required"] = "none"
-    tools: tuple[Tool, ...] = ()
-    callable_tools: tuple[Tool, ...] = ()
-    """Those that `tool_choice` leaves; all of `tools` stand in the prompt."""
-    parallel: bool = True
-
-    @property
-    def narrowed(self) -> bool:
-        """The prompt shows functions that must not be called."""
-        return len(self.callable_tools) < len(self.tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import orjson
 
 from tandem_worker.engine.schedule.params import TokenLogprob
-from tandem_worker.server.dialects.openai.chunks import AnswerHead, token_names
+from tandem_worker.server.dialects.contract import AnswerHead
+from tandem_worker.server.dialects.openai.chunks import token_names
 from tandem_worker.server.dialects.openai.logprobs import chat_entries
 from tandem_worker.server.text.detokenizer import TokenTable
-from tandem_worker.server.text.ids import derive_id
-from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
+from tandem_worker.server.text.output import ToolDelta, Update, Usage, derive_id, split_tools
 from tandem_worker.server.wire.pacing import Steps, complete
 
 MAX_REPEATED_BYTES = 1024 * 1024

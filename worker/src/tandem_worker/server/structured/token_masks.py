@@ -1,4 +1,7 @@
-"""`bad_words`: a token is forbidden where it would complete one of these sequences of tokens."""
+"""`allowed_token_ids` and `bad_words`: what may follow is known token by token, without a grammar of text.
+
+A bad word forbids a token where it would complete one of its sequences of tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,35 @@ import numpy as np
 from tandem_worker.engine.errors import RequestError
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class AllowedTokens:
+    """Both the factory and the grammar of every choice: there is no state. Never ends an answer by itself."""
+
+    __slots__ = ("_row",)
+    seconds = 0.0
+    terminated = False
+    failed = False
+
+    def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
+        allowed = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
+        allowed[list(token_ids)] = 1
+        self._row = np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def new(self) -> AllowedTokens:
+        return self
+
+    def fill_mask(self, mask: Any) -> None:
+        """`mask`: one contiguous row of int32 words; words beyond the vocabulary become 0."""
+        row = np.asarray(mask).reshape(-1)
+        row[: len(self._row)] = self._row
+        row[len(self._row) :] = 0
+
+    def accept(self, token_id: int) -> None:
+        """Every token of the mask leaves things as they are."""
+
+    def give_up(self, reason: RequestError) -> None:
+        """It costs nothing that others could want back."""
 
 
 class BadWords:
