@@ -1,6 +1,6 @@
 """How the files of a package lean on each other, counted: rooms, arrows between them, circles, long files and classes.
 
-    python -m bench.rooms tandem_operator [--root FOLDER]
+    python -m bench.rooms tandem_operator tandem_worker.server [--root FOLDER]
     python -m bench.rooms entered tandem_operator --under Reconciler.reconcile tests/FILE.py::TEST
     python -m bench.rooms entered tandem_gateway --under Reception.on_request --until Gateway.on_exchange_end TEST
 
@@ -28,9 +28,10 @@ MOST_LINES, MOST_METHODS = 400, 15
 
 def find_package(root: Path, package: str) -> Path:
     """Raises ValueError where no member of the workspace has it."""
+    path = package.replace(".", "/")
     for folder in root.glob("*/src"):
-        if (folder / package).is_dir():
-            return folder / package
+        if (folder / path).is_dir():
+            return folder / path
     raise ValueError(f"no folder {root}/*/src has {package}")
 
 
@@ -156,7 +157,7 @@ def list_entered(root: Path, package: str, *, under: str, test: str, until: str 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How the files of a package lean on each other.")
-    parser.add_argument("package", nargs="+", help="a package; or: entered PACKAGE TEST")
+    parser.add_argument("package", nargs="+", help="a package, or a package in one; or: entered PACKAGE TEST")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--under", default="", help="with `entered`: count from the first call of this function on")
     parser.add_argument("--until", default="", help="with `entered`: and until this one has returned")

@@ -26,7 +26,7 @@ from tandem_worker.engine.schedule.params import GenerationRequest, SamplingPara
 from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.answer.deltas import DeltaHub
 
 from bench.engine.scheduling import typical
 
@@ -70,12 +70,12 @@ def build_runner(num_running: int, max_tokens: int, hub: DeltaHub) -> StepRunner
         ),
     )
     engine = build_engine(NullModel(num_running), config, hub.deliver)
-    engine.start = lambda: None  # steps are taken here, one by one
+    engine._steps.start = lambda: None  # steps are taken here, one by one
     for index in range(num_running):
         prompt = tuple((index * 31 + position) % VOCAB for position in range(PROMPT))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         engine.submit(GenerationRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling))
-    engine._run_commands()
+    engine._steps.run_commands()
     runner = engine._runner
     assert isinstance(runner, StepRunner)  # of a single lane
     return runner
@@ -108,7 +108,7 @@ def measure(num_running: int, steps: int) -> dict[str, float]:
             clock.call("launch", runner.launch_step, step)
             clock.call("finish", runner.finish_step, step)
             clock.call("stats", lambda: build_stats([runner], runner.work, num_pending=0))
-            deltas, runner.deltas = runner.deltas, []
+            deltas = runner.outputs.take()
             clock.call("deliver", hub._spread, deltas)
             for inbox in inboxes:
                 inbox._items.clear()

@@ -159,7 +159,7 @@ async def main(kind: str, port: int, target: int | None) -> None:
     """`target`: of a relay, where it copies to; of an engine, the port of its native link."""
     if kind == "engine" and target is not None:
         from tandem_api.keys import open_ring
-        from tandem_worker.server.link.listener import LinkListener
+        from tandem_worker.server.wire.link.listener import LinkListener
 
         listener = LinkListener(answer, open_ring, name=f"engine-{port}", telemetry=lambda: None)
         await listener.start("127.0.0.1", target)

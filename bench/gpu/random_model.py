@@ -10,8 +10,8 @@ import torch
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.config import ModelConfig, parse_config, read_architecture
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.families.registry import find_family

@@ -41,6 +41,12 @@ def test_rooms_in_one_row_do_not_know_each_other(tmp_path: Path) -> None:
     assert measure(tmp_path, "toy")["upward arrows"] == "2", "from high to low, and from high to its neighbour"
 
 
+def test_a_package_within_another_has_rooms_of_its_own(tmp_path: Path) -> None:
+    lay_out(tmp_path, FILES | {"high/deep/__init__.py": "", "high/deep/under.py": "from toy.high import one\n"})
+    found = measure(tmp_path, "toy.high")
+    assert [found[name] for name in ("files", "rooms", "arrows between rooms")] == ["5", "3", "2"]
+
+
 def test_without_a_contract_nothing_is_called_upward(tmp_path: Path) -> None:
     lay_out(tmp_path, FILES, '"high"')
     assert measure(tmp_path, "toy")["upward arrows"] == "no order to tell by"

@@ -219,7 +219,8 @@ assert not loaded, loaded
         "server = Server(parse_settings(['--worker=role=decode,url=127.0.0.1:9']))\n"
         "assert not server.gateway.tracer.active",
         "import tandem_worker.__main__, tandem_worker.host.runtime, tandem_api.logs\n"
-        "import tandem_worker.server.tracing, tandem_worker.transfer.prefill.tracing, tandem_worker.engine.trace",
+        "import tandem_worker.server.answer.tracing, tandem_worker.transfer.prefill.tracing\n"
+        "import tandem_worker.engine.trace",
     ],
     ids=["gateway", "worker"],
 )

@@ -26,8 +26,8 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.upstream import native, native_connection
 from tandem_gateway.upstream.native import NativeLink
 from tandem_gateway.upstream.native_connection import LinkConnection, LinkEnded
-from tandem_worker.server.gate import TokenGate
-from tandem_worker.server.link.listener import LinkListener
+from tandem_worker.server.wire.gate import TokenGate
+from tandem_worker.server.wire.link.listener import LinkListener
 
 from tests.tandem_gateway.conftest import FakeWorker, StartGateway, token, until
 

@@ -140,7 +140,7 @@ def test_tokens_are_delivered_before_a_step_that_is_waited_for(make_ahead: MakeA
     settle = executor.settle
 
     def watch() -> None:
-        waiting.append(len(runner.deltas))
+        waiting.append(len(runner.outputs.deltas))
         settle()
 
     executor.settle = watch  # type: ignore[method-assign]

@@ -18,8 +18,9 @@ from tandem_worker.model.weighing import Matrices
 from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.process.progress import StartFigure
-from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
-from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.server.answer.request_metrics import RequestMetrics
+from tandem_worker.server.prepare.counts import PreparationCounts
+from tandem_worker.server.structured.contract import CompileCounts
 from tandem_worker.tiers.stats import TierStats
 from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats
 

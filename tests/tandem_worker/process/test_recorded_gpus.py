@@ -22,7 +22,7 @@ from tandem_worker.engine.contract import EngineStats
 from tandem_worker.group.control.link import encode_beat, parse_beat
 from tandem_worker.host.nvml import NO_GPU, GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_telemetry
-from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.server.structured.contract import CompileCounts
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "nvml.json").read_text())
 SPEC = ScalingSpec(

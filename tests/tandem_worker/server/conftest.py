@@ -17,12 +17,13 @@ from tandem_api.names import Role
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from tandem_worker.model.tokenization.tokenizer import Tokenizer, TokenizerSettings
-from tandem_worker.server.app import RequestOutcome, build_app
-from tandem_worker.server.deltas import DeltaHub
-from tandem_worker.server.served_model import end_tokens
-from tandem_worker.server.serving import RunningServer, serve
+from tandem_worker.server.answer.deltas import DeltaHub
+from tandem_worker.server.answer.request_metrics import RequestOutcome
+from tandem_worker.server.app import build_app
+from tandem_worker.server.prepare.served_model import end_tokens
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text.detokenizer import byte_level_alphabet
+from tandem_worker.server.wire.serving import RunningServer, serve
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 

@@ -196,8 +196,8 @@ async def test_what_an_answer_repeats_of_its_prompts_is_bounded(
     worker: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str
 ) -> None:
     """Every choice repeats its prompt: a body of megabytes would be answered with gigabytes."""
-    monkeypatch.setattr("tandem_worker.server.planning.MAX_SCORES", 2 * 2 * 16)
-    monkeypatch.setattr("tandem_worker.server.planning.MAX_IDS", 2 * 2 * 16)
+    monkeypatch.setattr("tandem_worker.server.answer.planning.MAX_SCORES", 2 * 2 * 16)
+    monkeypatch.setattr("tandem_worker.server.answer.planning.MAX_IDS", 2 * 2 * 16)
     body = {"model": "tiny", "prompt": [[65, 66], [67, 68]], "max_tokens": 1, "n": 16}
     assert (await worker.http.post("/v1/completions", json=body | fields)).status_code == 200
     assert (

@@ -19,9 +19,9 @@ from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConf
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.model.load import load_model
+from tandem_worker.server.answer.deltas import DeltaHub
 from tandem_worker.server.app import build_app
-from tandem_worker.server.deltas import DeltaHub
-from tandem_worker.server.serving import serve
+from tandem_worker.server.wire.serving import serve
 
 HIDDEN = 48
 TEXTS = ["What is the capital of China?", "The capital of China is Beijing. " * 8, "é", "the " * 60]

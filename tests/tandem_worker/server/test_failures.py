@@ -11,8 +11,8 @@ import openai
 import orjson
 import pytest
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
-from tandem_worker.server.http import describe_error
-from tandem_worker.server.serving import WorkerProtocol
+from tandem_worker.server.wire.http import describe_error
+from tandem_worker.server.wire.serving import WorkerProtocol
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 BODY = {"model": "tiny", "messages": HELLO}
@@ -253,7 +253,7 @@ async def test_headers_within_the_bounds_are_taken(worker: Any) -> None:
 
 
 async def test_slow_headers_are_cut_off(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem_worker.server.serving.HEADER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.server.wire.serving.HEADER_TIMEOUT_SECONDS", 0.2)
     answer = await raw(worker, b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n")
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"timeout_error"' in answer

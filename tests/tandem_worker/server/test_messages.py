@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tandem_worker.server.messages.request import translate
+from tandem_worker.server.dialects.messages.request import translate
 
 PATH = "/v1/messages"
 TOOL = {

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import HEADER_IGNORED, HEADER_LENIENT
-from tandem_worker.server.structured.allowed import AllowedTokens
-from tandem_worker.server.structured.bad_words import BadWords
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
+from tandem_worker.server.structured.token_masks import AllowedTokens, BadWords
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]

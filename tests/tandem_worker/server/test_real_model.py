@@ -21,11 +21,11 @@ from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.model.load import load_model
 from tandem_worker.model.tokenizer import load_tokenizer
+from tandem_worker.server.answer.deltas import DeltaHub
 from tandem_worker.server.app import build_app
-from tandem_worker.server.deltas import DeltaHub
-from tandem_worker.server.served_model import end_tokens
-from tandem_worker.server.serving import serve
+from tandem_worker.server.prepare.served_model import end_tokens
 from tandem_worker.server.structured.compiler import GrammarCompiler
+from tandem_worker.server.wire.serving import serve
 
 from e2e.model import find_model
 

@@ -8,9 +8,9 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.openai.chat_request import parse_chat
-from tandem_worker.server.openai.completion_request import parse_completion
-from tandem_worker.server.openai.embedding_request import parse_embedding
+from tandem_worker.server.dialects.openai.chat_request import parse_chat
+from tandem_worker.server.dialects.openai.completion_request import parse_completion
+from tandem_worker.server.dialects.openai.pooling_requests import parse_embedding
 
 USER: Any = [{"role": "user", "content": "x"}]
 FUNCTION: Any = {"type": "function", "function": {"name": "f"}}

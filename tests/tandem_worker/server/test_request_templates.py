@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.openai.chat_request import parse_chat
-from tandem_worker.server.preparation import placing
+from tandem_worker.server.dialects.openai.chat_request import parse_chat
+from tandem_worker.server.prepare import placing
 
 CHAT = "/v1/chat/completions"
 SHOUT = "{% for m in messages %}{{ m.role | upper }}> {{ m.content }}\n{% endfor %}{{ '!' if add_generation_prompt }}"

@@ -22,10 +22,10 @@ from tandem_api.names import HEADER_RESUME, Role
 from tandem_gateway.http.journal import JournaledStream
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.server.answer.deltas import DeltaHub
+from tandem_worker.server.answer.journal import read_journal
 from tandem_worker.server.app import build_app
-from tandem_worker.server.deltas import DeltaHub
-from tandem_worker.server.journal import read_journal
-from tandem_worker.server.pacing import complete as complete_steps
+from tandem_worker.server.wire.pacing import complete as complete_steps
 
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_compiler
@@ -472,7 +472,7 @@ async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
     request = KINDS[kind]
     told = [event["logprobs"] for event in read_named(await ask(pair[0], request)) if event["type"].endswith(".delta")]
     half = sum(len(orjson.dumps(each)) - len("[]") for each in told[: len(told) // 2])
-    monkeypatch.setattr("tandem_worker.server.responses.encoder.MAX_REPEATED_BYTES", half)
+    monkeypatch.setattr("tandem_worker.server.dialects.responses.encoder.MAX_REPEATED_BYTES", half)
     head, units = await record(pair[0], request)
     whole = b"".join(events for events, _ in units)
     marks = [mark for _, mark in units]

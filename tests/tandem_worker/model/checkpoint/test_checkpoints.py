@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.gguf import gguf_metadata, open_gguf
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader, shard
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.load import load_model, open_checkpoint
 
 CPU = torch.device("cpu")

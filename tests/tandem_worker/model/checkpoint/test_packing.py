@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight
 from tandem_worker.model.checkpoint import packing
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.load import open_checkpoint
 
 from tests.tandem_worker.model.checkpoint.test_quantized import CONFIG

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint import unpacking
-from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.load import open_checkpoint
 
 CONFIG = {

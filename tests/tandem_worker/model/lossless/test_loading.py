@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.checkpoint import split, split_kernels
-from tandem_worker.model.checkpoint.contract import Slice, WeightSource
+from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.files import find_safetensors
 from tandem_worker.model.checkpoint.lossless import LosslessSource
 from tandem_worker.model.checkpoint.packed_folder import FORMS, Form
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.split import SplitMatrix
-from tandem_worker.model.checkpoint.stored import StoredPart
+from tandem_worker.model.checkpoint.stored import Slice, StoredPart
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
 from tandem_worker.model.lossless import packing

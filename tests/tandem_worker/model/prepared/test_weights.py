@@ -118,9 +118,8 @@ def test_ranks_have_copies_of_their_own(kind: str, paged_sequences: Any, tmp_pat
 def test_weights_are_packed_as_they_are_read(tmp_path: Path) -> None:
     """The loader's two ways, through every source and slice, make the same bits."""
     from tandem_worker.model.backends.native.packing import NativePacker, lay_out
-    from tandem_worker.model.checkpoint.contract import Slice
     from tandem_worker.model.checkpoint.loader import Part, WeightLoader
-    from tandem_worker.model.checkpoint.stored import PackedWeight
+    from tandem_worker.model.checkpoint.stored import PackedWeight, Slice
     from tandem_worker.model.load import open_checkpoint
 
     write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q4_1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem_worker.server.structured.budget import CREDIT_SECONDS, STEP_SECONDS, TOKEN_SECONDS, MaskBudget
+from tandem_worker.server.structured.grammar import CREDIT_SECONDS, STEP_SECONDS, TOKEN_SECONDS, MaskBudget
 
 
 def test_what_an_ordinary_grammar_takes_never_ends() -> None:

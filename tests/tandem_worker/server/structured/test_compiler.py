@@ -24,7 +24,7 @@ from tandem_worker.engine.schedule.params import Grammar
 from tandem_worker.host.isolation import keeper
 from tandem_worker.server.structured import compiler as compiling
 from tandem_worker.server.structured.compiler import MAX_CACHED, MAX_PENDING, GrammarCompiler
-from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.contract import GrammarError, GrammarUnavailableError
 from tandem_worker.server.text.detokenizer import byte_level_alphabet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -15,12 +15,12 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar
-from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import MAX_CACHED, GrammarCompiler
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory, describe_refusal
 from tandem_worker.server.text.detokenizer import TokenTable, byte_level_alphabet
 from tandem_worker.server.tools import harmony
+from tandem_worker.server.tools.contract import Tool, ToolOptions
 from tandem_worker.server.tools.formats import FORMATS, build_grammar
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

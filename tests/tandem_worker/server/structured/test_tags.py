@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.openai.fields import Fields
-from tandem_worker.server.openai.output_format import parse_output_format
-from tandem_worker.server.openai.structural_tags import parse_structural_tag
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.dialects.fields import Fields
+from tandem_worker.server.dialects.openai.output_format import parse_output_format
+from tandem_worker.server.dialects.openai.structural_tags import parse_structural_tag
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.tags import write_structural_tags
 
 BYTES = LLTokenizer("byte")

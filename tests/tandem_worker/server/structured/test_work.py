@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.server.structured.compiler import embed_json_schema
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.structured.work import MOST_STATES
 

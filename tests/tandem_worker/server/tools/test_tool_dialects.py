@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.server.openai.chunks import join_tool_deltas
-from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.dialects.openai.chunks import join_tool_deltas
 from tandem_worker.server.structured.compiler import embed_json_schema
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.text.output import Parsed, TextParser
 from tandem_worker.server.tools import parameters
+from tandem_worker.server.tools.contract import Tool, ToolOptions
 from tandem_worker.server.tools.formats import FORMATS, build_grammar, detect
 from tandem_worker.server.tools.harmony import HarmonyParser, read_opening
 from tandem_worker.server.tools.pythonic import PythonicParser

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.server.openai.chunks import join_tool_deltas
+from tandem_worker.server.dialects.openai.chunks import join_tool_deltas
 from tandem_worker.server.text.output import Parsed, TextParser
 from tandem_worker.server.text.reasoning import ReasoningParser
 from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser

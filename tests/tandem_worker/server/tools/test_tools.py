@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 
 WEATHER: Any = {
     "type": "function",

@@ -1,10 +1,38 @@
-"""Checks that a request passes before the engine sees it."""
+"""What a request passes before the engine sees it: checks, and the list of those inside."""
 
 from __future__ import annotations
 
 from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, Grammar
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.errors import WorkerError
+
+
+class OpenRequests:
+    """Ids of the requests inside. Any thread adds to them; the engine thread takes out what is over."""
+
+    def __init__(self) -> None:
+        self.clients: set[str] = set()
+        """From `submit` until their last delta is delivered."""
+        self.peers: set[str] = set()
+        """Prompts of other workers, from `submit_prefill` until they are released."""
+        self.aborting: set[str] = set()
+        """Of `clients`, those whose end is on its way to the engine thread."""
+        self.releasing: set[str] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is inside, and all that was has been delivered or released."""
+        return not self.clients and not self.peers
+
+    def is_abandoned(self, plan: StepPlan) -> bool:
+        """Every request of this step is being aborted or released."""
+        if not self.aborting and not self.releasing:
+            return False
+        return all(
+            request.id in (self.releasing if request.serves_peer else self.aborting)
+            for request in (sequence.request for sequence in plan.sequences())
+        )
 
 
 def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from tandem_api.launch import TTFTDeadline
 
-from tandem_worker.engine.admission import check_prompt, check_request, replay_grammars
+from tandem_worker.engine.admission import OpenRequests, check_prompt, check_request, replay_grammars
 from tandem_worker.engine.contract import (
     DeliverFunction,
     EngineStats,
@@ -28,17 +26,15 @@ from tandem_worker.engine.contract import (
 )
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.execute.executor import ModelExecutor
-from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.guess.speculator import Speculator
-from tandem_worker.engine.runner import StepRunner
+from tandem_worker.engine.runner import Runner, StepRunner
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
-from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
+from tandem_worker.engine.step_thread import StepThread
 from tandem_worker.engine.trace import RequestTrace
-from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
 
@@ -79,38 +75,25 @@ class EngineCore:
         self._model_digest = model_digest
         self._max_queued_requests = max_queued_requests
         self._clock = clock
-        runners = [
+        self._open = OpenRequests()
+        lanes = [
             StepRunner(
                 scheduler,
                 executor,
                 eos_token_ids=eos_token_ids,
                 target_step_seconds=target_step_seconds,
-                is_abandoned=self._is_abandoned if executor.can_abandon else lambda plan: False,
+                is_abandoned=self._open.is_abandoned if executor.can_abandon else lambda plan: False,
                 runs_ahead=runs_ahead,
-                hand_over=self._flush,
+                hand_over=self.flush,
                 speculator=speculator,
             )
             for scheduler in schedulers
         ]
-        self._runner = runners[0] if len(runners) == 1 else LaneRunner(runners, executor)
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._open: set[str] = set()
-        """Requests from `submit` until their last delta is delivered."""
-        self._open_peers: set[str] = set()
-        """Peers' prompts from `submit_prefill` until they are released."""
-        self._aborting: set[str] = set()
-        self._releasing: set[str] = set()
+        self._runner = _join_lanes(lanes, executor)
         self._draining = False
-        self._stopping = False
-        self._ended = False
-        """No command is executed any more."""
-        self._failure: BaseException | None = None
-        self.vitals = vitals or Vitals()
-        self.thread: threading.Thread | None = None
-        self.turn_began = 0.0
-        """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
         self._next_recording = 0.0
+        self._steps = StepThread(self, vitals or Vitals())
+        self._send = self._steps.send
         self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
@@ -133,12 +116,13 @@ class EngineCore:
     @property
     def prefill_client(self) -> PrefillClient | None:
         """Orders prompts from prefill workers; None: every prompt is prefilled here."""
-        return self._runner.prefill_client
+        return self._runner.lanes[0].remote.client
 
     @prefill_client.setter
     def prefill_client(self, client: PrefillClient | None) -> None:
         """To be set before the first request: the transfer layer is built around this engine's `kv_cache`."""
-        self._runner.prefill_client = client
+        for lane in self._runner.lanes:
+            lane.remote.client = client
 
     def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object]) -> TierDesk:
         """Join with a tier, before the first request: what it tells the engine goes by way of the desk. A group's lanes
@@ -152,19 +136,24 @@ class EngineCore:
         """From now on tokens go to `deliver`. To be called while no request is open."""
         self._deliver = deliver
 
+    @property
+    def vitals(self) -> Vitals:
+        """The health of this process's threads, the engine's among them."""
+        return self._steps.vitals
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The engine's; None before the first command."""
+        return self._steps.thread
+
+    @property
+    def turn_began(self) -> float:
+        """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
+        return self._steps.turn_began
+
     def start(self) -> None:
         """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
-        if self.thread is not None:
-            return
-        with self._wake:
-            if self.thread is None:
-                try:
-                    self.thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
-                except ThreadStartError as error:
-                    raise EngineStoppedError(f"the engine cannot start: {error}") from error
-
-    def _may_end(self) -> bool:
-        return self._stopping or self._failure is not None
+        self._steps.start()
 
     def submit(self, request: GenerationRequest) -> None:
         self._check_admitting()
@@ -186,17 +175,17 @@ class EngineCore:
         if request.resumed is not None:
             inside.resumed = request.resumed
             inside.grammars = replay_grammars(request)
-        self._claim(self._open, request.request_id)
-        self._send(partial(self._runner.submit, inside))
+        self._claim(self._open.clients, request.request_id)
+        self._send(partial(self._submit, inside))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        if request_id not in self._open:
+        if request_id not in self._open.clients:
             return
         if choice is None:
-            self._aborting.add(request_id)
+            self._open.aborting.add(request_id)
             self._send(partial(self._abort, request_id))
         else:
-            self._send(partial(self._runner.abort_choice, request_id, choice))
+            self._tell(lambda lane: lane.outputs.abort_choice(request_id, choice))
 
     def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
         self._check_admitting()
@@ -210,22 +199,22 @@ class EngineCore:
         )
         inside.serves_peer = True
         _follow(inside, order.trace)
-        self._claim(self._open_peers, order.request_id)
-        self._send(partial(self._runner.submit_peer, inside, order, listener))
+        self._claim(self._open.peers, order.request_id)
+        self._send(lambda: self._runner.choose(inside).peers.submit(inside, order, listener))
 
     def release(self, request_id: str) -> None:
-        if request_id in self._open_peers:
-            self._releasing.add(request_id)
+        if request_id in self._open.peers:
+            self._open.releasing.add(request_id)
             self._send(partial(self._release, request_id))
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
-        self._send(partial(self._runner.remote_overdue, request_id, generation))
+        self._tell(lambda lane: lane.remote.overdue(request_id, generation))
 
     def remote_prefill_done(self, result: RemotePrefillResult) -> None:
-        self._send(partial(self._runner.remote_done, result))
+        self._tell(lambda lane: lane.remote_done(result))
 
     def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
-        self._send(partial(self._runner.remote_failed, request_id, generation, reason))
+        self._tell(lambda lane: lane.remote.failed(request_id, generation, reason))
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -253,31 +242,26 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return not self._open and not self._open_peers
+        return self._open.empty
 
     @property
     def failure(self) -> BaseException | None:
-        return self._failure
+        return self._steps.failure
 
     def fail(self, error: BaseException) -> None:
         """Admit nothing any more, because of `error`: the step loop may wait forever for something that is gone."""
-        self._failure = self._failure or error
-        self.vitals.set("engine", f"it has failed: {type(error).__name__}: {error}")
+        self._steps.fail(error)
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End every request with ABORT and the thread with them."""
-        with self._wake:
-            self._draining = self._stopping = True
-            thread = self.thread
-            self._wake.notify()
-        if thread is not None:
-            thread.join(timeout)
+        self._draining = True
+        self._steps.stop(timeout)
 
     # -- calling thread, helpers ---------------------------------------------------------------------------------
 
     def _check_admitting(self) -> None:
-        if self._failure is not None:
-            raise EngineStoppedError(f"the engine has failed: {self._failure}")
+        if self.failure is not None:
+            raise EngineStoppedError(f"the engine has failed: {self.failure}")
         if self._draining:
             raise EngineStoppedError("the engine is draining and takes no new requests")
         self.start()  # before the request is in anybody's books
@@ -298,67 +282,78 @@ class EngineCore:
         )
 
     def _claim(self, open_ids: set[str], request_id: str) -> None:
-        with self._wake:
-            if self._ended:
-                raise EngineStoppedError("the engine has ended")
-            if request_id in open_ids:
-                raise RequestError(f"request id {request_id!r} is in use", status=409)
-            if (
-                sum(lane.scheduler.num_queued for lane in self._runner.lanes) + len(self._commands)
-                >= self._max_queued_requests
-            ):
-                raise RequestError(
-                    f"the engine's queue is full ({self._max_queued_requests} requests wait)",
-                    code="queue_full",
-                    status=429,
-                )
-            open_ids.add(request_id)
+        self._steps.claim(partial(self._admit, open_ids, request_id))
 
-    def _send(self, command: Callable[[], None]) -> None:
-        self.start()
-        with self._wake:
-            if not self._ended:
-                self._commands.append(command)
-                self._wake.notify()
+    def _admit(self, open_ids: set[str], request_id: str) -> None:
+        if request_id in open_ids:
+            raise RequestError(f"request id {request_id!r} is in use", status=409)
+        num_queued = sum(lane.scheduler.num_queued for lane in self._runner.lanes)
+        if num_queued + self._steps.num_commands >= self._max_queued_requests:
+            raise RequestError(
+                f"the engine's queue is full ({self._max_queued_requests} requests wait)",
+                code="queue_full",
+                status=429,
+            )
+        open_ids.add(request_id)
 
-    # -- engine thread -------------------------------------------------------------------------------------------
+    def _tell(self, command: Callable[[StepRunner], object]) -> None:
+        """Have every lane told; those that do not know the request that it is about ignore it."""
+        self._send(partial(self._tell_now, command))
 
-    def _run(self) -> None:
+    # -- engine thread (`step_thread.Turns`, and commands) -------------------------------------------------------
+
+    def take_turn(self, busy: bool) -> bool:
+        runner = self._runner
+        if any(lane.outputs.deltas for lane in runner.lanes):
+            self.flush()  # the first token of a prompt that another worker computed waits for no step
+        busy = runner.step()
+        self.flush()
+        if self._executor.graphs_pending:
+            busy = self._record_graph(busy) or busy
+        return busy
+
+    def end_all(self) -> None:
+        for lane in self._runner.lanes:
+            lane.end_all()
+
+    def disown_all(self, message: str) -> None:
+        for lane in self._runner.lanes:
+            lane.disown_all(message)
+
+    def flush(self) -> None:
+        """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
+        lanes = self._runner.lanes
+        self._stats = build_stats(lanes, self._runner.work, num_pending=self._steps.num_commands)
+        deltas = lanes[0].outputs.take()
+        for lane in lanes[1:]:
+            deltas += lane.outputs.take()
+        if not deltas:
+            return
         try:
-            with torch.inference_mode():
-                self._loop()
-                self._end()
-                self._runner.end_all()
-        except BaseException as error:
-            logger.critical("the step loop died", exc_info=error)
-            self.fail(error)
-            self._end()
-            self._runner.disown_all(f"the engine has failed: {error}")
-        self._flush()
-        self.turn_began = 0.0
+            self._deliver(deltas)
+        except Exception:
+            logger.exception("deltas could not be delivered")
+        for delta in deltas:
+            if delta.finish_reason is not None and not any(delta.request_id in lane.requests for lane in lanes):
+                self._open.clients.discard(delta.request_id)
 
-    def _end(self) -> None:
-        """Take in what was submitted until now, so that it is answered too; nothing is taken afterwards."""
-        with self._wake:
-            self._ended = True
-        for command in self._commands:
-            try:
-                command()
-            except Exception:
-                logger.exception("a command failed while the engine ended")
-        self._commands.clear()
+    def _tell_now(self, command: Callable[[StepRunner], object]) -> None:
+        for lane in self._runner.lanes:
+            command(lane)
 
-    def _loop(self) -> None:
-        busy = False
-        while self._wait(busy):
-            self.turn_began = time.monotonic()
-            self._run_commands()
-            if self._runner.has_deltas:
-                self._flush()  # the first token of a prompt that another worker computed waits for no step
-            busy = self._runner.step()
-            self._flush()
-            if self._executor.graphs_pending:
-                busy = self._record_graph(busy) or busy
+    def _submit(self, request: Request) -> None:
+        self._runner.choose(request).submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        for lane in self._runner.lanes:
+            lane.outputs.abort(request_id)
+        self._open.aborting.discard(request_id)
+
+    def _release(self, request_id: str) -> None:
+        for lane in self._runner.lanes:
+            lane.peers.release(request_id)
+        self._open.releasing.discard(request_id)
+        self._open.peers.discard(request_id)
 
     def _record_graph(self, busy: bool) -> bool:
         """Record one batch size that the start left for later, if it is time; whether it did.
@@ -373,52 +368,13 @@ class EngineCore:
         self._next_recording = ended + max(_BETWEEN_RECORDINGS, _RECORDING_SHARE * (ended - began))
         return True
 
-    def _wait(self, busy: bool) -> bool:
-        """Sleep until there is something to do. False: stop."""
-        if not busy and not self._commands:
-            self.turn_began = 0.0
-            with self._wake:
-                while not self._commands and not self._stopping:
-                    self._wake.wait()
-        return not self._stopping
 
-    def _run_commands(self) -> None:
-        commands = self._commands
-        for _ in range(len(commands)):
-            commands.popleft()()
+def _join_lanes(lanes: list[StepRunner], executor: ModelExecutor) -> Runner:
+    if len(lanes) == 1:
+        return lanes[0]
+    from tandem_worker.engine.execute.lanes import LaneRunner  # a group's
 
-    def _abort(self, request_id: str) -> None:
-        self._runner.abort(request_id)
-        self._aborting.discard(request_id)
-
-    def _release(self, request_id: str) -> None:
-        self._runner.release(request_id)
-        self._releasing.discard(request_id)
-        self._open_peers.discard(request_id)
-
-    def _is_abandoned(self, plan: StepPlan) -> bool:
-        """Every request of this step is being aborted or released."""
-        if not self._aborting and not self._releasing:
-            return False
-        return all(
-            request.id in (self._releasing if request.serves_peer else self._aborting)
-            for request in (sequence.request for sequence in plan.sequences())
-        )
-
-    def _flush(self) -> None:
-        """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
-        runner = self._runner
-        self._stats = build_stats(runner.lanes, runner.work, num_pending=len(self._commands))
-        deltas = runner.take_deltas()
-        if not deltas:
-            return
-        try:
-            self._deliver(deltas)
-        except Exception:
-            logger.exception("deltas could not be delivered")
-        for delta in deltas:
-            if delta.finish_reason is not None and not runner.knows(delta.request_id):
-                self._open.discard(delta.request_id)
+    return LaneRunner(lanes, executor)
 
 
 def _follow(request: Request, trace: RequestTrace | None) -> None:

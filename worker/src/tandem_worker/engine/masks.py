@@ -1,6 +1,6 @@
 """What the grammars of all choices together may cost a step, for which all streams of the worker wait.
 
-Each request has a budget of its own (`structured.budget`), which many requests at once would add up. So there is one
+Each request has a budget of its own (`MaskBudget`), which many requests at once would add up. So there is one
 credit for all: it comes back with time, masks that are not quick take from it, and when it is used up the slowest lose.
 Grammars as clients write them take a tenth of a millisecond per token, which costs no credit.
 """

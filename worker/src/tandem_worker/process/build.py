@@ -30,7 +30,7 @@ from tandem_worker.process.progress import STANDBY, StartProgress, Switches
 from tandem_worker.process.standby import Standby
 from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
 from tandem_worker.process.worker import Worker
-from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.answer.deltas import DeltaHub
 
 if TYPE_CHECKING:
     import torch

@@ -14,14 +14,15 @@ from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.process.progress import StartProgress
-from tandem_worker.server.prompt_names import PromptNames
-from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
+from tandem_worker.server.answer.request_metrics import RequestMetrics
+from tandem_worker.server.prepare.counts import PreparationCounts
+from tandem_worker.server.wire.prompt_names import PromptNames
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileExchange
     from tandem_worker.model.weighing import Matrices
-    from tandem_worker.server.app import RequestOutcome
+    from tandem_worker.server.answer.request_metrics import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.tiers.stats import TierStats
 

@@ -20,10 +20,10 @@ from tandem_worker.group.pods.following import FollowingProcess
 from tandem_worker.group.topology import NodePlace, describe_identity
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
-from tandem_worker.server.gate import TokenGate
-from tandem_worker.server.http import send_json
-from tandem_worker.server.ports import open_ports
-from tandem_worker.server.status import StatusApp, answer_lifespan
+from tandem_worker.server.wire.gate import TokenGate
+from tandem_worker.server.wire.http import send_json
+from tandem_worker.server.wire.serving import open_ports
+from tandem_worker.server.wire.status import StatusApp, answer_lifespan
 
 logger = logging.getLogger(__name__)
 

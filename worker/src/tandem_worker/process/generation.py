@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem_api.launch import GenerationSettings
 
-from tandem_worker.server.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
+from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def observe_generation(path: Path, tokenizer: Any, use: GenerationSettings = "Mo
     They count whatever `use` says: an answer that does not end is nobody's wish. `use` "Off" leaves sampling settings
     out. What cannot be used is left out with a warning.
     """
-    from tandem_worker.server.served_model import end_tokens
+    from tandem_worker.server.prepare.served_model import end_tokens
 
     settings = _read(path / SETTINGS)
     listed, source = settings.get("eos_token_id"), SETTINGS

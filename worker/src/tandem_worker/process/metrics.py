@@ -13,8 +13,9 @@ from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.process.progress import StartFigure
-from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
-from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.server.answer.request_metrics import RequestMetrics
+from tandem_worker.server.prepare.counts import PreparationCounts
+from tandem_worker.server.structured.contract import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from tandem_worker.process.staging import StagedApp
 from tandem_worker.process.standby import WAKE_SECONDS, Standby, WakeDoor
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
-from tandem_worker.server.gate import TokenGate
-from tandem_worker.server.link.listener import LinkListener
-from tandem_worker.server.ports import HttpPorts, open_ports
-from tandem_worker.server.status import StatusApp
+from tandem_worker.server.wire.gate import TokenGate
+from tandem_worker.server.wire.link.listener import LinkListener
+from tandem_worker.server.wire.serving import HttpPorts, open_ports
+from tandem_worker.server.wire.status import StatusApp
 
 logger = logging.getLogger("tandem_worker")
 

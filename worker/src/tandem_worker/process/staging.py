@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_api.names import HEADER_RETRY, RETRY_WORKER
 from tandem_api.openai import error_body
 
-from tandem_worker.server.http import send_json
+from tandem_worker.server.wire.http import send_json
 
 
 class StagedApp:

@@ -20,7 +20,7 @@ from tandem_api.openai import error_body
 
 from tandem_worker.host.collector import hold_collector, release_collector
 from tandem_worker.process.progress import StartProgress, Switches
-from tandem_worker.server.http import send_bytes, send_json
+from tandem_worker.server.wire.http import send_bytes, send_json
 
 logger = logging.getLogger(__name__)
 

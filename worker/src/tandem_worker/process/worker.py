@@ -14,7 +14,7 @@ from tandem_api.launch import WorkerConfig
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.host.environment import dies_with_container
 from tandem_worker.process.figures import Figures
-from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.answer.deltas import DeltaHub
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -5,73 +5,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
-from tandem_api.logs import find_trace
 from tandem_api.names import Role
 from tandem_api.openai import error_body
 from tandem_api.tracing import Tracer
 from tandem_api.version import VERSION
 
 from tandem_worker.engine.contract import Engine
-from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.answer import Answerer, Plan
-from tandem_worker.server.deltas import ClientGoneError, DeltaHub
-from tandem_worker.server.embeddings import Embedder
-from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
-from tandem_worker.server.journal import StreamHead, take_journal, wants_journal
-from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
-from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
-from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
-from tandem_worker.server.openai.renaming import renamed_errors
-from tandem_worker.server.planning import plan_chat, plan_completion
-from tandem_worker.server.preparation.preparing import PreparedChat
-from tandem_worker.server.prompt_names import PromptNames
-from tandem_worker.server.request_metrics import PreparationCounts
-from tandem_worker.server.responses.encoder import ResponsesEncoder
-from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
-from tandem_worker.server.resuming import open_journal, take_up
-from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.answer.answerer import Answerer, Plan
+from tandem_worker.server.answer.deltas import DeltaHub
+from tandem_worker.server.answer.embeddings import Embedder
+from tandem_worker.server.answer.endpoint import Endpoint, Handler
+from tandem_worker.server.answer.journal import StreamHead, take_journal, wants_journal
+from tandem_worker.server.answer.planning import plan_chat, plan_completion
+from tandem_worker.server.answer.request_metrics import RequestObserver
+from tandem_worker.server.answer.resuming import open_journal, take_up
+from tandem_worker.server.dialects.messages.encoder import MessagesEncoder, to_error
+from tandem_worker.server.dialects.messages.request import RENAMED as RENAMED_MESSAGES
+from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.renaming import renamed_errors
+from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
+from tandem_worker.server.dialects.responses.request import RENAMED as RENAMED_RESPONSES
+from tandem_worker.server.prepare.counts import PreparationCounts
+from tandem_worker.server.prepare.preparer import PreparedChat
+from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
-from tandem_worker.server.text.output import Usage
-from tandem_worker.server.tracing import ServerTrace, begin_trace, current_trace
-
-_log = logging.getLogger(__name__)
-_ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
-_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-MAX_PREFILL_ENDPOINTS = 8
-MAX_STEP_SECONDS = 60.0
+from tandem_worker.server.wire.http import (
+    ServiceError,
+    header,
+    prefill_endpoints,
+    read_step_seconds,
+    request_id,
+    send_bytes,
+    send_json,
+)
+from tandem_worker.server.wire.prompt_names import PromptNames
 
 FAILURE_POLL_SECONDS = 0.5
-
-Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutcome:
-    """One finished request, for metrics."""
-
-    path: str
-    status: int
-    """HTTP status; 499 when the client went away."""
-    seconds: float
-    first_token_seconds: float | None
-    usage: Usage | None
-
-
-class RequestObserver(Protocol):
-    def __call__(self, outcome: RequestOutcome) -> None: ...
 
 
 def build_app(
@@ -115,38 +95,44 @@ def build_app(
         embedding=embedding,
         grammars=grammars,
         sampling=sampling,
+        preparation=preparation,
     )
-    if preparation is not None:
-        model.preparation.counts = preparation
-        if config.role is not Role.PREFILL:
-            model.preparation.start()
+    if preparation is not None and config.role is not Role.PREFILL:
+        model.preparation.start()
     state = _State(
         engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer, tracer=tracer,
         prompts=PromptNames() if prompts is None else prompts,
     )  # fmt: skip
-    api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
-    return Router(_routes(state, api), default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
+    generation = _Generation(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
+    return Router(
+        _routes(state, generation, _Facts(state)), default=_not_found, redirect_slashes=False, lifespan=state.lifespan
+    )
 
 
-def _routes(state: _State, api: _Api) -> list[Route]:
-    compares = [("/v1/score", api.score), ("/score", api.score), ("/v1/rerank", api.rerank), ("/rerank", api.rerank)]
+def _routes(state: _State, generation: _Generation, facts: _Facts) -> list[Route]:
+    compares = [
+        ("/v1/score", generation.score),
+        ("/score", generation.score),
+        ("/v1/rerank", generation.rerank),
+        ("/rerank", generation.rerank),
+    ]
     return [
         *(_route(path, state, POST=handler) for path, handler in compares if state.model.embedding is not None),
-        _route("/v1/chat/completions", state, POST=api.chat),
-        _route("/v1/responses", state, POST=api.responses),
-        _route("/v1/messages", state, shape=to_error, POST=api.messages),
-        _route("/v1/messages/count_tokens", state, shape=to_error, POST=api.count_tokens),
-        _route("/v1/completions", state, POST=api.completions),
-        _route("/v1/embeddings", state, POST=api.embeddings),
-        _route("/v1/models", state, GET=api.models),
-        _route("/v1/models/{model:path}", state, GET=api.model),
-        _route("/health", state, GET=api.health),
-        _route("/ping", state, GET=api.health),
-        _route("/version", state, GET=api.version),
-        _route("/load", state, GET=api.load),
-        _route("/tokenizer_info", state, GET=api.tokenizer_info),
-        _route("/tokenize", state, POST=api.tokenize),
-        _route("/detokenize", state, POST=api.detokenize),
+        _route("/v1/chat/completions", state, POST=generation.chat),
+        _route("/v1/responses", state, POST=generation.responses),
+        _route("/v1/messages", state, shape=to_error, POST=generation.messages),
+        _route("/v1/messages/count_tokens", state, shape=to_error, POST=generation.count_tokens),
+        _route("/v1/completions", state, POST=generation.completions),
+        _route("/v1/embeddings", state, POST=generation.embeddings),
+        _route("/v1/models", state, GET=facts.models),
+        _route("/v1/models/{model:path}", state, GET=facts.model),
+        _route("/health", state, GET=facts.health),
+        _route("/ping", state, GET=facts.health),
+        _route("/version", state, GET=facts.version),
+        _route("/load", state, GET=facts.load),
+        _route("/tokenizer_info", state, GET=facts.tokenizer_info),
+        _route("/tokenize", state, POST=facts.tokenize),
+        _route("/detokenize", state, POST=facts.detokenize),
     ]
 
 
@@ -213,13 +199,14 @@ _BuildPlan = Callable[[Any, ServedModel, tuple[str, ...], StreamHead | None], Aw
 continues."""
 
 
-class _Api:
+class _Generation:
+    """What the engine computes for a request: an answer, or vectors."""
+
     def __init__(self, state: _State, answerer: Answerer, embedder: Embedder) -> None:
         self._state = state
         self._model = state.model
         self._answerer = answerer
         self._embedder = embedder
-        self._created = int(time.time())
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generate("chat", plan_chat, scope, receive, send)
@@ -272,6 +259,15 @@ class _Api:
         self._state.check_admission()
         prepared = await self._model.preparation.prepare(kind, scope, receive)
         scope["tandem.usage"] = await self._embedder.compare(prepared, receive, send)
+
+
+class _Facts:
+    """What is asked about the model and this worker, and the tokenizer at work."""
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+        self._model = state.model
+        self._created = int(time.time())
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._card(self._model.name)]})
@@ -329,154 +325,14 @@ def describe_tokenizer(model: ServedModel) -> dict[str, object]:
     }
 
 
-def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
-    """The prefill workers that the gateway names. Raises RequestError."""
-    value = header(scope, names.HEADER_PREFILL)
-    if value is None:
-        return ()
-    endpoints = tuple(part.strip() for part in value.split(",") if part.strip())
-    if len(endpoints) > MAX_PREFILL_ENDPOINTS or not all(_ENDPOINT.fullmatch(part) for part in endpoints):
-        raise RequestError(
-            f"The header {names.HEADER_PREFILL} must be a comma-separated list of at most {MAX_PREFILL_ENDPOINTS} "
-            "host:port pairs.",
-            param=names.HEADER_PREFILL,
-        )
-    return endpoints
-
-
-def read_step_seconds(scope: Scope) -> float | None:
-    """How long steps may be with a part of this prompt, as the gateway says; None: as long as others. Raises
-    RequestError.
-    """
-    value = header(scope, names.HEADER_STEP_SECONDS)
-    if value is None:
-        return None
-    if not _DECIMAL.fullmatch(value) or not 0 < float(value) <= MAX_STEP_SECONDS:
-        raise RequestError(
-            f"The header {names.HEADER_STEP_SECONDS} must be a number of seconds above 0 and at most "
-            f"{MAX_STEP_SECONDS:g}, for example 0.05.",
-            param=names.HEADER_STEP_SECONDS,
-        )
-    return float(value)
-
-
-class _Endpoint:
-    """Runs the handler of a method; errors become OpenAI error bodies; every response carries the request id."""
-
-    def __init__(
-        self, state: _State, handlers: dict[str, Handler], shape: Callable[[dict[str, Any]], dict[str, Any]] | None
-    ) -> None:
-        """`shape` makes of OpenAI's error bodies those of another API."""
-        self._state = state
-        self._shape = shape
-        self._handlers = handlers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handlers.get("GET" if scope["method"] == "HEAD" else scope["method"])
-        if handler is None:
-            await self._send_method_error(send, scope)
-            return
-        response = _Response(send, request_id(scope))
-        started = time.perf_counter()
-        trace = begin_trace(self._state.tracer, header(scope, "traceparent")) if "POST" in self._handlers else None
-        if trace is not None:
-            current_trace.set(trace)  # of this task alone
-        try:
-            await handler(scope, receive, response)
-        except ClientGoneError:
-            response.status = 499
-        except Exception as error:
-            await self._fail(error, scope, response)
-        finally:
-            if trace is not None:
-                self._end_trace(trace, scope, response, started)
-        if "POST" in self._handlers:
-            self._report(scope, response, started)
-
-    @staticmethod
-    def _end_trace(trace: ServerTrace, scope: Scope, response: _Response, started: float) -> None:
-        current_trace.set(None)
-        ended = time.monotonic()
-        trace.end(
-            method=scope["method"],
-            path=scope["path"],
-            status=response.status,
-            began=ended - (time.perf_counter() - started),
-            ended=ended,
-            request_id=response.request_id,
-            usage=scope.get("tandem.usage"),
-        )
-
-    async def _fail(self, error: Exception, scope: Scope, response: _Response) -> None:
-        status, body, headers = describe_error(error)
-        if status == 500 and not isinstance(error, ServiceError):
-            _log.exception("request failed", extra={"request_id": response.request_id, "path": scope["path"]})
-        if response.status:
-            # Half an answer is out; closing without its end tells the client that it is not complete.
-            raise error
-        await self._send_error(response, status, body, headers)
-
-    async def _send_method_error(self, send: Send, scope: Scope) -> None:
-        allowed = ", ".join(self._handlers)
-        message = f"{scope['method']} is not allowed on {scope['path']}; use {allowed}."
-        body = error_body(message, kind="invalid_request_error")
-        await self._send_error(send, 405, body, {"allow": allowed})
-
-    async def _send_error(self, send: Send, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> None:
-        await send_json(send, self._shape(body) if self._shape else body, status=status, headers=headers)
-
-    def _report(self, scope: Scope, response: _Response, started: float) -> None:
-        seconds = time.perf_counter() - started
-        first = response.first_body
-        outcome = RequestOutcome(
-            path=scope["path"],
-            status=response.status,
-            seconds=seconds,
-            first_token_seconds=None if first is None or response.status != 200 else first - started,
-            usage=scope.get("tandem.usage"),
-        )
-        parent = header(scope, "traceparent")
-        _log.info(
-            "request",
-            extra={
-                "request_id": response.request_id,
-                "trace_id": None if parent is None else find_trace(parent.encode("latin-1")),
-                "path": outcome.path,
-                "status": outcome.status,
-                "seconds": seconds,
-            },
-        )
-        if self._state.observer is not None:
-            self._state.observer(outcome)
-
-
-class _Response:
-    """The `send` of one request: adds the request id, notes the status and the time of the first byte of the body."""
-
-    __slots__ = ("_send", "first_body", "request_id", "status")
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self.request_id = request_id
-        self.status = 0
-        self.first_body: float | None = None
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"].append((names.HEADER_REQUEST_ID.encode(), self.request_id.encode("latin-1")))
-        elif self.first_body is None:
-            self.first_body = time.perf_counter()
-        await self._send(message)
-
-
 def _route(
     path: str,
     state: _State,
     shape: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     **handlers: Handler,
 ) -> Route:
-    return Route(path, endpoint=_Endpoint(state, handlers, shape))
+    endpoint = Endpoint(handlers, shape=shape, observer=state.observer, tracer=state.tracer)
+    return Route(path, endpoint=endpoint)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

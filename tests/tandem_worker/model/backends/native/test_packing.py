@@ -12,8 +12,7 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.model.backends import native
-from tandem_worker.model.checkpoint.contract import Slice
-from tandem_worker.model.checkpoint.stored import Stored, StoredPart
+from tandem_worker.model.checkpoint.stored import Slice, Stored, StoredPart
 
 if (obstacle := native.find_obstacle()) is not None:
     pytest.skip(obstacle, allow_module_level=True)

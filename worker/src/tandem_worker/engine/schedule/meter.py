@@ -115,5 +115,16 @@ class WorkMeter:
         self._recent_seconds = self._recent_seconds * kept + seconds
 
 
+class Totals:
+    """Counters since the start."""
+
+    __slots__ = ("cached_tokens", "generated_tokens", "prefills_fallback", "prefills_local", "prefills_remote",
+                 "prompt_tokens", "steps")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = 0
+        self.prefills_local = self.prefills_remote = self.prefills_fallback = 0
+
+
 def _smooth(average: float | None, value: float, weight: float) -> float:
     return value if average is None else average + weight * (value - average)

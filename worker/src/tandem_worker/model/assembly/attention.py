@@ -9,8 +9,8 @@ import torch
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.attention import AttentionSpec
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import Part
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.layers.attention import ROTATE, Placement, SelfAttention
 from tandem_worker.model.layers.linear import Linear

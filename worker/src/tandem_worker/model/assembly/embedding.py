@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional
 
 from tandem_worker.model.assembly.build import Build
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import Part
-from tandem_worker.model.checkpoint.stored import PackedWeight
+from tandem_worker.model.checkpoint.stored import PackedWeight, Slice
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.parallel.context import ParallelContext
 

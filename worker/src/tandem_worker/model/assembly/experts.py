@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem_worker.model.assembly.build import Build
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader, shard
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.layers.moe import Experts, ExpertWeights
 from tandem_worker.parallel.context import ParallelContext
 

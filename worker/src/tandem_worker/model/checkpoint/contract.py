@@ -7,22 +7,12 @@ a rank does not ask for is never copied into memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 if TYPE_CHECKING:
     import torch
-
-    from tandem_worker.model.checkpoint.stored import Stored
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements `start` to `stop` along axis `dim`."""
-
-    dim: int
-    start: int
-    stop: int
 
 
 class WeightSource(Protocol):

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice
-from tandem_worker.model.checkpoint.stored import Stored
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice, WeightSource
+from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.quantized import DequantizedSource
-from tandem_worker.model.checkpoint.stored import PackedWeight, Packer, StoredPart
+from tandem_worker.model.checkpoint.stored import PackedWeight, Packer, Slice, StoredPart
 from tandem_worker.model.prepared.weights import PreparedWeights
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.packed_file import PackedFile
 from tandem_worker.model.checkpoint.packed_folder import DamagedError, PackedList, read_list
 from tandem_worker.model.checkpoint.safetensors import DTYPES, KINDS
 from tandem_worker.model.checkpoint.split import SplitMatrix
-from tandem_worker.model.checkpoint.stored import Stored
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 _READ = 64 << 20
 """Bytes of a file beside the weights up to which it is checked: what is read at a start is shorter."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from tandem_worker.model.checkpoint.contract import Slice, WeightSource
-from tandem_worker.model.checkpoint.stored import Stored
+from tandem_worker.model.checkpoint.contract import WeightSource
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 
 class NameRecorder:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
-from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.checkpoint.unpacking import awq_values, unpack_words
 
 _LEAST_GROUP = 16

@@ -13,9 +13,9 @@ import torch
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint import unpacking
-from tandem_worker.model.checkpoint.contract import Slice, WeightSource
+from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.schemes import check_scheme
-from tandem_worker.model.checkpoint.stored import Stored
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight

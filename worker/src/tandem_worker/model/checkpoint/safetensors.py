@@ -10,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.files import PACKED_LIST, PACKED_RECORD
-from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Stored
+from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Slice, Stored
 
 DTYPES = {
     "F64": torch.float64,

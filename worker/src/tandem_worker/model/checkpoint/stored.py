@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from tandem_worker.model.checkpoint.contract import Slice
     from tandem_worker.model.checkpoint.split import SplitMatrix
 
 F32, F16, BF16 = 0, 1, 30
 """GGML's numbers of the plain types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `start` to `stop` along axis `dim`."""
+
+    dim: int
+    start: int
+    stop: int
 
 
 class PackedMatrix(Protocol):

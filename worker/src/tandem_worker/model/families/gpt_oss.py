@@ -9,7 +9,7 @@ from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
 from tandem_worker.model.assembly.experts import load_stacked_experts
 from tandem_worker.model.assembly.stages import stage_layers
-from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.families.family import Family
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, ConfigKeys

@@ -25,8 +25,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits, UnavailableError
-from tandem_worker.server.structured.counts import CompileCounts
-from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.contract import CompileCounts, GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import TokenGrammarFactory
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.structured.proving import parser_limits

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.work import SchemaWork
 
 _RULE = re.compile(

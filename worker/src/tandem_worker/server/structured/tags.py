@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 
 from llguidance import StructTag
 
-from tandem_worker.server.openai.structural_tags import StructuralTag
 from tandem_worker.server.structured.compiler import HEADER, bound_whitespace
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError, StructuralTag
 
 
 def write_structural_tags(tags: Sequence[StructuralTag], special: Collection[str]) -> str:

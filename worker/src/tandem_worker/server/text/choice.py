@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
-from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
-from tandem_worker.server.text.ids import derive_id
-from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update
+from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update, derive_id
 from tandem_worker.server.text.prediction import PredictionTally
 from tandem_worker.server.text.stops import StopMatcher
+from tandem_worker.server.wire.pacing import Steps
 
 REPLAY_TOKENS = 512
 """So many are replayed before others have their turn: a few milliseconds."""

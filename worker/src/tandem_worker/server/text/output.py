@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -122,3 +123,11 @@ class Usage:
                 "rejected_prediction_tokens": self.rejected_prediction_tokens,
             },
         }
+
+
+def derive_id(prefix: str, answer_id: str, part: str, *, size: int) -> str:
+    """Id of a part of an answer: `prefix`, and `size` bytes in hexadecimal. As hard to guess as the id of the answer.
+
+    Equal for equal arguments: whoever goes on with an answer elsewhere gives its parts the same ids.
+    """
+    return prefix + hashlib.blake2b(f"{answer_id} {part}".encode(), digest_size=size).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from tandem_worker.server.text.output import Parsed, TextParser
-from tandem_worker.server.tools.marks import cut_at_mark
+from tandem_worker.server.text.stops import cut_at_mark
 
 BEGIN, END = "<think>", "</think>"
 

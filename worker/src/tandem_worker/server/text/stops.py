@@ -1,4 +1,4 @@
-"""Stop strings, found across token and chunk boundaries. Pure.
+"""Stop strings, and marks such as `<tool_call>`, found across token and chunk boundaries. Pure.
 
 The result depends on the text alone, never on how it was cut: the stop string that is complete first wins, and of two
 that are complete at the same character the longer one.
@@ -19,6 +19,23 @@ def held_back(text: str, marks: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+def cut_at_mark(text: str, marks: Sequence[str], *, drop_space: bool = False) -> tuple[str, str | None, str]:
+    """Split at the first mark: (text before it, the mark, the rest).
+
+    Without a mark: (text that is certainly before one, None, what must be kept until more text is there). With
+    `drop_space` white space before a mark is dropped, so it is kept too until it is known what follows.
+    """
+    found = min(((text.find(mark), mark) for mark in marks if mark in text), default=None)
+    if found is not None:
+        start, mark = found
+        before = text[:start]
+        return before.rstrip() if drop_space else before, mark, text[start + len(mark) :]
+    cut = len(text) - held_back(text, marks)
+    if drop_space:
+        cut = len(text[:cut].rstrip())
+    return text[:cut], None, text[cut:]
 
 
 @lru_cache(maxsize=256)

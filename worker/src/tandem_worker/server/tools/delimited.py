@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from tandem_worker.server.text.output import Parsed, ToolDelta
-from tandem_worker.server.tools.marks import cut_at_mark
+from tandem_worker.server.text.stops import cut_at_mark
 from tandem_worker.server.tools.stepping import SteppingParser
 
 FENCE_BEGIN, FENCE_END = "```json\n", "\n```"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools import delimited, harmony, hermes, pythonic, xml_call
+from tandem_worker.server.tools.contract import Tool, ToolOptions
 from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser, Marks
 from tandem_worker.server.tools.harmony import HarmonyParser
 from tandem_worker.server.tools.hermes import HermesParser

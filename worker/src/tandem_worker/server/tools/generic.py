@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem_worker.server.openai.toolspec import Tool
+from tandem_worker.server.tools.contract import Tool
 
 _FORM = '{"name": "NAME", "parameters": {...}}'
 

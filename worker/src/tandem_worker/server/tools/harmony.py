@@ -13,7 +13,7 @@ import re
 from enum import Enum, auto
 
 from tandem_worker.server.text.output import Parsed, ToolDelta
-from tandem_worker.server.tools.marks import cut_at_mark
+from tandem_worker.server.text.stops import cut_at_mark
 from tandem_worker.server.tools.stepping import SteppingParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from tandem_worker.server.text.output import Parsed, ToolDelta
+from tandem_worker.server.text.stops import cut_at_mark
 from tandem_worker.server.tools.json_call import JsonCall
-from tandem_worker.server.tools.marks import cut_at_mark
 from tandem_worker.server.tools.stepping import SteppingParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem_worker.server.structured.compiler import embed_json_schema
-from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.limits import TEXT_BYTES
 
 _ROOT_KEYS = frozenset(

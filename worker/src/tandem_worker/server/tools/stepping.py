@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from tandem_worker.server.text.output import Parsed
-from tandem_worker.server.tools.numbering import CallNumbers
+from tandem_worker.server.text.output import Parsed, ToolDelta
+
+
+class CallNumbers:
+    """Indices of the tool calls of one choice."""
+
+    __slots__ = ("index",)
+
+    def __init__(self) -> None:
+        self.index = -1
+        """Number of the current call; -1 before the first."""
+
+    def begin(self, name: str, call_id: str | None = None) -> ToolDelta:
+        """The delta that opens the next call. `call_id`: where the model itself has written one."""
+        self.index += 1
+        return ToolDelta(self.index, id=call_id, name=name)
 
 
 class SteppingParser:

@@ -19,8 +19,8 @@ from enum import Enum, auto
 from typing import Any
 
 from tandem_worker.server.text.output import Parsed, ToolDelta
+from tandem_worker.server.text.stops import cut_at_mark
 from tandem_worker.server.tools.hermes import BEGIN, END
-from tandem_worker.server.tools.marks import cut_at_mark
 from tandem_worker.server.tools.python_literal import read_literal
 from tandem_worker.server.tools.stepping import SteppingParser
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from tandem_worker.model.backends.native import library
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.split import SplitMatrix, join
-from tandem_worker.model.checkpoint.stored import BF16, Stored, StoredPart
+from tandem_worker.model.checkpoint.stored import BF16, Slice, Stored, StoredPart
 from tandem_worker.model.prepared.memory import Arena
 
 

@@ -1,0 +1,156 @@
+"""The engine's thread: commands in the order in which they came, and steps while there is work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tandem_worker.engine.errors import EngineStoppedError
+from tandem_worker.host.errors import ThreadStartError
+from tandem_worker.host.vitals import Vitals
+
+logger = logging.getLogger(__name__)
+
+
+class Turns(Protocol):
+    """What the thread does, besides its commands."""
+
+    def take_turn(self, busy: bool) -> bool:
+        """Compute. `busy`: the turn before did. False: nothing can be done until a command comes."""
+        ...
+
+    def end_all(self) -> None:
+        """The thread ends: so does everything inside."""
+        ...
+
+    def disown_all(self, message: str) -> None:
+        """The thread dies, and what it knew cannot be trusted: tell everyone who waits."""
+        ...
+
+    def flush(self) -> None:
+        """Deliver what there is."""
+        ...
+
+
+class StepThread:
+    """Starts with the first command, or with `start`."""
+
+    def __init__(self, turns: Turns, vitals: Vitals) -> None:
+        self.vitals = vitals
+        self.failure: BaseException | None = None
+        """What killed it, or made it useless."""
+        self.thread: threading.Thread | None = None
+        self.turn_began = 0.0
+        """When the present turn began, by the monotonic clock; 0 while there is nothing to do."""
+        self._turns = turns
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._ended = False
+        """No command is executed any more."""
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_commands(self) -> int:
+        """Commands that wait for the thread."""
+        return len(self._commands)
+
+    def start(self) -> None:
+        """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
+        if self.thread is not None:
+            return
+        with self._wake:
+            if self.thread is None:
+                try:
+                    self.thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
+                except ThreadStartError as error:
+                    raise EngineStoppedError(f"the engine cannot start: {error}") from error
+
+    def send(self, command: Callable[[], None]) -> None:
+        """Have the thread execute this; dropped where it has ended."""
+        self.start()
+        with self._wake:
+            if not self._ended:
+                self._commands.append(command)
+                self._wake.notify()
+
+    def claim(self, action: Callable[[], None]) -> None:
+        """Do this here, one thread after another. Raises EngineStoppedError where the thread has ended, and what
+        `action` raises."""
+        with self._wake:
+            if self._ended:
+                raise EngineStoppedError("the engine has ended")
+            action()
+
+    def fail(self, error: BaseException) -> None:
+        """It is of no use any more, because of `error`: it may wait forever for something that is gone."""
+        self.failure = self.failure or error
+        self.vitals.set("engine", f"it has failed: {type(error).__name__}: {error}")
+
+    def stop(self, timeout: float | None) -> None:
+        """End it, and wait so long for that."""
+        with self._wake:
+            self._stopping = True
+            thread = self.thread
+            self._wake.notify()
+        if thread is not None:
+            thread.join(timeout)
+
+    def _may_end(self) -> bool:
+        return self._stopping or self.failure is not None
+
+    # -- the thread itself ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._loop()
+                self._end()
+                self._turns.end_all()
+        except BaseException as error:
+            logger.critical("the step loop died", exc_info=error)
+            self.fail(error)
+            self._end()
+            self._turns.disown_all(f"the engine has failed: {error}")
+        self._turns.flush()
+        self.turn_began = 0.0
+
+    def _end(self) -> None:
+        """Take in what was submitted until now, so that it is answered too; nothing is taken afterwards."""
+        with self._wake:
+            self._ended = True
+        for command in self._commands:
+            try:
+                command()
+            except Exception:
+                logger.exception("a command failed while the engine ended")
+        self._commands.clear()
+
+    def _loop(self) -> None:
+        busy = False
+        while self._wait(busy):
+            self.turn_began = time.monotonic()
+            self.run_commands()
+            busy = self._turns.take_turn(busy)
+
+    def _wait(self, busy: bool) -> bool:
+        """Sleep until there is something to do. False: stop."""
+        if not busy and not self._commands:
+            self.turn_began = 0.0
+            with self._wake:
+                while not self._commands and not self._stopping:
+                    self._wake.wait()
+        return not self._stopping
+
+    def run_commands(self) -> None:
+        """Execute what waits now."""
+        commands = self._commands
+        for _ in range(len(commands)):
+            commands.popleft()()

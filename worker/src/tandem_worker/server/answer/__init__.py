@@ -1,0 +1,1 @@
+"""From a plan to what its client is sent: journals, embeddings, traces."""

@@ -1,0 +1,1 @@
+"""The APIs that requests and answers are written in."""
