@@ -17,6 +17,7 @@ from urllib.parse import quote
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import (
     HEADER_DECODE_WORKER,
+    HEADER_KV_SOURCE,
     HEADER_LENIENT,
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
@@ -91,6 +92,7 @@ slow client, or while it is, the worker is not to blame."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
+_KV_SOURCE = HEADER_KV_SOURCE.encode()
 _PROMPT = HEADER_PROMPT.encode() + b": %b\r\n"
 _QUEUE_SECONDS = HEADER_QUEUE_SECONDS.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
@@ -1024,6 +1026,9 @@ def build_request_head(
         more += _PREFILL + b": " + addresses + b"\r\n"
     elif choice.conversion is not None:
         more += _STEP_SECONDS + b": %.6f\r\n" % choice.conversion.step_seconds
+    if choice.source is not None:
+        tokens = choice.cached_tokens
+        more += _KV_SOURCE + b": " + choice.source.prefill_address + b";tokens=%d\r\n" % tokens
     if journal_bytes is not None:
         more += _RESUME + b": %d\r\n" % journal_bytes
         length += journal_bytes

@@ -65,7 +65,7 @@ from tandem_gateway.scheduling import (
 from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.sse import find_cached
 from tandem_gateway.surroundings import Surroundings
-from tandem_gateway.telemetry import describe_cache
+from tandem_gateway.telemetry import describe_cache, describe_pulls
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.turns import LARGE_BYTES, Turns
@@ -219,6 +219,7 @@ class Gateway:
             evicted_until=evicted_until,
             kv_tokens=kv_tokens,
             prompts=sample.prompts,
+            pull_rate=describe_pulls(sample),
         )
 
     def link(self, endpoint: Endpoint) -> Link:

@@ -116,8 +116,8 @@ class Endpoint:
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
         "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
-        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "told", "told_at",
-        "ttft_counts", "worker", "working_since",
+        "prefill_address", "prefill_tokens", "pull_rate", "quiet_since", "requests", "serial", "speed", "told",
+        "told_at", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -145,6 +145,9 @@ class Endpoint:
         """Tokens its cache has taken in so far: what was written before the last `kv_tokens` of them is evicted."""
         self.evicted_until = 0.0
         """Its cache has forgotten what was last used before, as the worker told."""
+        self.pull_rate: float | None = None
+        """Tokens per second at which it brings blocks that other workers have, and it gives them its own; 0: not known
+        yet. None: it does neither."""
         self.speed = Speed()
         self.own = OwnPrompts()
         self.working_since = 0.0
