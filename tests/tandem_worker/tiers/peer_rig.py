@@ -7,10 +7,10 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from tandem_api.keys import KeyRing, open_ring
+from tandem_worker.host.peers.handshake import ACCEPTANCE_BYTES, CHALLENGE_BYTES
 from tandem_worker.tiers.combined import CombinedTier
 from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.memory import open_memory
@@ -22,6 +22,7 @@ from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.prefill.quotas import Quotas
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
+from tandem_worker.transfer.protocol import encode_hello
 
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
@@ -32,7 +33,7 @@ SLOT_BYTES = 8192
 
 
 class PeerRig(Rig):
-    """A worker that does both."""
+    """A worker that gives its blocks away and asks others for theirs."""
 
     def __init__(
         self,
@@ -43,7 +44,6 @@ class PeerRig(Rig):
         prefill_rate: float = 1.0,
         ring: Callable[[], KeyRing] = open_ring,
         below: BlockReader | None = None,
-        clock: Callable[[], float] | None = None,
         **kw: Any,
     ) -> None:
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
@@ -52,7 +52,6 @@ class PeerRig(Rig):
         self.engine._scheduler.prefill_rate = lambda: prefill_rate
         memory = open_memory(self.engine.kv_cache)
         space = BlockSpace(self.engine.kv_cache)
-        key = replace(key, layout=space.layout.fingerprint)
         identity = Identity(
             worker=worker, revision=key.revision, model_digest=key.model_digest, layout=space.layout.fingerprint
         )
@@ -62,8 +61,7 @@ class PeerRig(Rig):
         self.terms = PullTerms(
             key=key, geometry=geometry, memory=memory, identity=identity, ring=ring, landing=threading.Lock()
         )
-        options = {} if clock is None else {"clock": clock}
-        self.source = PeerSource(self.terms, BLOCK_SIZE, counters=counters, **options)
+        self.source = PeerSource(self.terms, BLOCK_SIZE, counters=counters)
         self.source.bind(self.engine.open_desk(CombinedTier([self.source]), cold_blocks=0, fence=memory.fence))
         self.source.start()
         self.shelf = Shelf(key, geometry, memory, self.engine.open_lending(memory.fence), counters, below)
@@ -78,6 +76,11 @@ class PeerRig(Rig):
             shelf=self.shelf,
         )
         self.server.start()
+
+    @property
+    def greeting_bytes(self) -> int:
+        """What it says before it gives anything."""
+        return CHALLENGE_BYTES + ACCEPTANCE_BYTES + len(encode_hello(self.server._identity))
 
     @property
     def kv(self) -> str:
@@ -96,12 +99,12 @@ class PeerRig(Rig):
 
 
 class Middle:
-    """Between a worker and the one at `target`: passes on what `alter` makes of what the holder says."""
+    """Between a worker and a holder: passes on what `alter` makes of what the holder says."""
 
-    def __init__(self, target: str, alter: Callable[[bytes, int], bytes | None] = lambda data, _: data) -> None:
-        """`alter(data, offset)`: bytes of the holder from `offset` on; None: the connection ends."""
-        host, _, port = target.rpartition(":")
-        self._target, self.alter = (host, int(port)), alter
+    def __init__(self, holder: PeerRig, alter: Callable[[bytes, int], bytes | None]) -> None:
+        """`alter(data, offset)`: bytes behind the holder's greeting, from `offset` on; None: the connection ends."""
+        self._target, self.alter = ("127.0.0.1", holder.server.port), alter
+        self._greeting = holder.greeting_bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
@@ -130,11 +133,15 @@ class Middle:
         offset = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                passed = data if alter is None else alter(data, offset)
-                offset += len(data)
-                if passed is None:
-                    break
-                sink.sendall(passed)
+                if alter is not None:
+                    known = max(0, min(len(data), self._greeting - offset))
+                    sink.sendall(data[:known])
+                    passed = alter(data[known:], offset + known - self._greeting) if known < len(data) else b""
+                    offset += len(data)
+                    if passed is None:
+                        break
+                    data = passed
+                sink.sendall(data)
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -74,7 +74,8 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
         sources.append(tiers.disk)
         cold_blocks = tiers.disk.plan_cold_blocks(engine.kv_cache.num_blocks)
     if config.kv.peers:
-        tiers.peers, tiers.shelf = _build_peers(engine, key, pod, runtime, tiers.disk)
+        own = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
+        tiers.peers, tiers.shelf = _build_peers(engine, key, pod, runtime, tiers.disk, f"{own}:{config.kv.port}")
         sources.append(tiers.peers)
     desk = engine.open_desk(CombinedTier(sources, tiers.disk), cold_blocks=cold_blocks, fence=memory.fence)
     for tier in (tiers.disk, tiers.peers):
@@ -98,7 +99,7 @@ def _build_disk(engine: EngineCore, config: WorkerConfig, key: TierKey, runtime:
 
 
 def _build_peers(
-    engine: EngineCore, key: TierKey, pod: PodFacts, runtime: Runtime, disk: DiskTier | None
+    engine: EngineCore, key: TierKey, pod: PodFacts, runtime: Runtime, disk: DiskTier | None, own: str
 ) -> tuple[PeerSource, Shelf]:
     import threading
 
@@ -121,7 +122,7 @@ def _build_peers(
         ring=runtime.peers,
         landing=threading.Lock(),
     )
-    source = PeerSource(terms, block_size, runtime.vitals, counters)
+    source = PeerSource(terms, block_size, runtime.vitals, counters, own)
     return source, Shelf(key, geometry, outgoing, engine.open_lending(outgoing.fence), counters, disk)
 
 

@@ -38,9 +38,11 @@ class PeerSource:
         block_size: int,
         vitals: Vitals | None = None,
         counters: Counters | None = None,
+        own: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`block_size`: tokens per block."""
+        """`block_size`: tokens per block. `own`: this worker's own KV port, `host:port`: it does not ask itself."""
+        self._own = own
         self._terms, self._block_size, self._vitals, self._clock = terms, block_size, vitals or Vitals(), clock
         self._counters = counters or Counters(block_size, "peer")
         self._book = LoadBook(self._counters, clock)
@@ -86,7 +88,7 @@ class PeerSource:
     def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         if seconds_per_block is not None:
             self._seconds_per_block = seconds_per_block
-        if not holder or not names or self._closed:
+        if not holder or holder == self._own or not names or self._closed:
             return None
         now = self._clock()
         with self._lock:
