@@ -127,14 +127,18 @@ class Stream:
     tokens: int
 
 
-async def stream(port: int, prompt: list[int], new_tokens: int, prefill: str | None = None) -> Stream:
-    """One streamed completion of exactly `new_tokens`. Raises RuntimeError when it is not answered in full."""
+async def stream(
+    port: int, prompt: list[int], new_tokens: int, prefill: str | None = None, source: str | None = None
+) -> Stream:
+    """One streamed completion of exactly `new_tokens`. `source`: KV port of a worker that has a part of the prompt.
+    Raises RuntimeError when it is not answered in full."""
     body: dict[str, Any] = {
         "model": "bench", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True,
         "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     payload = json.dumps(body).encode()
     extra = f"x-tandem-prefill: {prefill}\r\n" if prefill else ""
+    extra += f"x-tandem-kv-source: {source}\r\n" if source else ""
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n{extra}"
         f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"

@@ -1,9 +1,11 @@
-"""What blocks on a disk are worth: first tokens of prompts that are computed, in memory and on the disk, and steps.
+"""What blocks below memory are worth: first tokens of prompts that are computed, in memory, on the disk and at another
+worker, and steps.
 
     python -m bench.kv [--tokens 4000] [--prompts 5] [--rounds 3] [--folder FOLDER] [--record bench/results]
 
 One worker of SmolLM2 with a disk computes prompts, is asked for each again (memory), and is ended with SIGTERM, which
-writes them; the next one finds them on the disk. Then the same work, many short prompts and answers at once, takes
+writes them; the next one finds them on the disk. Two workers without disks share the machine: what one has computed the
+other is asked for, and told of. Then the same work, many short prompts and answers at once, takes
 turns between a worker without a disk, one with a disk on which nothing is found, and one that writes everything it
 computes: what a step costs. The machine should be idle. The last line is one JSON object.
 """
@@ -28,7 +30,7 @@ from bench.engine.server import Worker, stream, streams, worker
 from e2e.model import find_model
 
 VOCABULARY = 40_000
-DISK_GOAL, MEMORY_GOAL = 0.08, 0.017
+DISK_GOAL, MEMORY_GOAL, PEER_GOAL = 0.08, 0.017, 0.06
 """Of what computing takes until the first token."""
 QUIET_GOAL, WRITING_GOAL = 1.01, 1.03
 """Of what the same work takes without a disk."""
@@ -72,6 +74,32 @@ def measure_first_tokens(model: Path, folder: Path, tokens: int, count: int) -> 
         read = read_metric(second, "tandem_worker_kv_tier_tokens_total", direction="read")
         cut = read_metric(second, "tandem_worker_kv_loads_cut_total")
         print(f"tokens from the disk: {read:.0f} of {tokens * count}; loads cut: {cut:.0f}")
+    return found
+
+
+def measure_peers(model: Path, tokens: int, count: int) -> list[float]:
+    """Seconds until the first token of prompts that another worker has computed."""
+    rng = random.Random(3)
+    prompts = [make_prompt(rng, tokens + 1) for _ in range(count)]
+    threads = len(os.sched_getaffinity(0))
+    kv = {"peers": True, "memoryBytes": 1 << 30}
+    found: list[float] = []
+    with (
+        worker("unified", model, "BFloat16", threads, kv=kv) as holder,
+        worker("unified", model, "BFloat16", threads, kv=kv) as puller,
+    ):
+        source = f"127.0.0.1:{holder.kv_port}"
+        for each in (holder, puller):
+            asyncio.run(stream(each.port, make_prompt(rng, tokens), 1))  # memory is touched, speeds are known
+        warm = make_prompt(rng, 513)
+        for port, told in ((holder.port, None), (puller.port, source)):  # the connection stands
+            asyncio.run(stream(port, warm, 1, source=told))
+        for prompt in prompts:
+            asyncio.run(stream(holder.port, prompt, 1))
+            found.append(asyncio.run(stream(puller.port, prompt, 1, source=source)).first)
+        read = read_metric(puller, "tandem_worker_kv_tier_tokens_total", direction="read", tier="peer")
+        cut = read_metric(puller, "tandem_worker_kv_loads_cut_total", tier="peer")
+        print(f"tokens from the other worker: {read:.0f} of {tokens * count + 512}; loads cut: {cut:.0f}")
     return found
 
 
@@ -120,10 +148,12 @@ def main() -> None:
         folder = Path(name)
         first = measure_first_tokens(model, folder / "first", options.tokens, options.prompts)
         shutil.rmtree(folder / "first", ignore_errors=True)
+        first["peer"] = measure_peers(model, options.tokens, options.prompts)
         medians = {kind: statistics.median(values) for kind, values in first.items()}
         for kind, values in first.items():
             print(f"{kind:10} {1e3 * medians[kind]:8.1f} ms ({1e3 * min(values):.1f} to {1e3 * max(values):.1f})")
         rows["first token from the disk, of computing"] = judge(medians["disk"] / medians["computed"], DISK_GOAL)
+        rows["first token from a peer, of computing"] = judge(medians["peer"] / medians["computed"], PEER_GOAL)
         rows["first token from memory, of computing"] = judge(medians["memory"] / medians["computed"], MEMORY_GOAL)
         if options.rounds:
             steps = measure_steps(model, folder, options.rounds)
@@ -132,7 +162,7 @@ def main() -> None:
             least = {kind: min(values) for kind, values in steps.items()}
             rows["work with a disk, nothing found"] = judge(least["quiet"] / least["without"], QUIET_GOAL)
             rows["work with a disk, everything written"] = judge(least["writing"] / least["without"], WRITING_GOAL)
-    line = json.dumps({"cores": len(os.sched_getaffinity(0)), "tokens": options.tokens, "blocks on a disk": rows})
+    line = json.dumps({"cores": len(os.sched_getaffinity(0)), "tokens": options.tokens, "blocks below memory": rows})
     if options.record is not None:
         options.record.mkdir(parents=True, exist_ok=True)
         Path(options.record, f"kv-{datetime.now(UTC):%Y-%m-%d}.json").write_text(line + "\n")

@@ -380,6 +380,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"args": ["--dtype.x=1"]}}, "engine.args has an argument that the operator writes"),
         ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
         ({"kv": {"disk": {"size": "2Gi"}}}, "kv.disk is of Tandem's own engine"),
+        ({"kv": {"peers": "Auto"}}, "kv.peers is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
         ({"gateway": {"link": "Native"}}, "gateway.link must be HTTP with another engine"),

@@ -152,6 +152,11 @@ _LIMITS = (
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(
+        ".kv.peers",
+        "is of Tandem's own engine, others have connectors of their own: write Off",
+        _unset("kv.peers", "'Off'"),
+    ),
+    _Limit(
         ".kv.transport",
         "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",
         _unset("kv.transport", "'Auto'"),
@@ -255,6 +260,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         or (guesses.max_tokens, guesses.adaptive, guesses.history) != (8, True, "64Mi"),
         kv.memory is not None,
         kv.disk is not None,
+        kv.peers != "Off",
         kv.transport != "Auto",
         not kv.verify,
         spec.gateway.link != "HTTP",

@@ -693,6 +693,10 @@ class KV(Authored):
     disk: KVDisk | None = None
     """Keep blocks that memory gives up on a disk, where later requests find them. Without it they are computed again.
     It is for workers of one rank."""
+    peers: Literal["Auto", "Off"] = "Off"
+    """Auto: workers give each other the blocks that they have computed, from memory and from disk, where that is sooner
+    than computing them; gateways tell them who has which. Every worker then listens at its KV port, and may reach those
+    of all others of the model. Workers of several ranks neither give nor take."""
 
     @model_validator(mode="after")
     def _disk_is_larger(self) -> KV:

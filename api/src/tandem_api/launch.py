@@ -99,6 +99,9 @@ class KVConfig(Wire):
     """Checksum every block that is received."""
     disk: KVDiskConfig | None = None
     """None: what memory gives up is computed again."""
+    peers: bool = False
+    """Give other workers the blocks that they ask for, and ask those that gateways name. For workers of one rank:
+    others do neither."""
 
 
 class Parallelism(Wire):

@@ -52,6 +52,9 @@ HEADER_PREFILL = "x-tandem-prefill"
 HEADER_STEP_SECONDS = "x-tandem-step-seconds"
 """Gateway to decode worker: it is to compute the prompt itself although prefill workers are there, and a step of its
 engine with a part of that prompt takes at most so many seconds, so that streams beside it keep their pace."""
+HEADER_KV_SOURCE = "x-tandem-kv-source"
+"""Gateway to decode worker: `host:port` of the KV port of a worker that has blocks of this prompt, and behind
+`;tokens=` how many tokens of it, about. Who computes it asks that worker for them where that is sooner."""
 HEADER_PROMPT = "x-tandem-prompt"
 """Gateway to decode worker: a name of the prompt, which the worker tells all gateways (`WorkerTelemetry.prompts`) and
 understands nothing of."""

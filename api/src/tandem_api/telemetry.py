@@ -42,7 +42,7 @@ class TierTelemetry(Wire):
     """A tier in which a worker keeps key-value blocks that its memory gives up."""
 
     tier: Annotated[str, Field(max_length=64)]
-    """`disk`."""
+    """`disk`, or `peer`: other workers, which it asks for blocks that they have computed."""
     reason: Annotated[str, Field(max_length=64)] | None = None
     """Why it is not in use, in a word; absent while it is."""
     message: Annotated[str, Field(max_length=1000)] = ""
@@ -51,6 +51,8 @@ class TierTelemetry(Wire):
     stored_tokens: Count = 0
     horizon: Amount = 0.0
     """When the newest block that it gave up was last used (unix seconds); 0 when none was."""
+    tokens_per_second: Amount | None = None
+    """At which blocks come from it while they do; absent where that is not known, or not told."""
 
 
 class WorkerTelemetry(Wire):
@@ -159,7 +161,7 @@ class Metric:
     WORKER_KV_INTEGRITY_FAILURES_TOTAL = "tandem_worker_kv_integrity_failures_total"
     """Label `kind`: `header`, `body`, `block`, `logits`, `prompt`, `cached`, `tier`."""
     WORKER_KV_TIER_TOKENS_TOTAL = "tandem_worker_kv_tier_tokens_total"
-    """Labels, here and of the next two: `tier` (`disk`), `direction` (`read`, `written`)."""
+    """Labels, here and of the next two: `tier` (`disk`, `peer`), `direction` (`read`, `written`)."""
     WORKER_KV_TIER_BYTES_TOTAL = "tandem_worker_kv_tier_bytes_total"
     WORKER_KV_TIER_SECONDS_TOTAL = "tandem_worker_kv_tier_seconds_total"
     WORKER_KV_TIER_EVICTIONS_TOTAL = "tandem_worker_kv_tier_evictions_total"
@@ -171,7 +173,7 @@ class Metric:
     WORKER_KV_LOADS_CUT_TOTAL = "tandem_worker_kv_loads_cut_total"
     """Label `tier`."""
     WORKER_KV_QUOTA_REFUSALS_TOTAL = "tandem_worker_kv_quota_refusals_total"
-    """Label `quota`: `sessions`, `orders`, `tokens`, `attachments`, `resends`."""
+    """Label `quota`: `sessions`, `orders`, `tokens`, `attachments`, `resends`, `fetches`, `fetched`."""
     WORKER_PREFILL_LOCAL_TOTAL = "tandem_worker_prefills_total"
     """Label `where`: `local`, `remote`, `fallback` (remote failed, done locally)."""
     WORKER_TTFT_SECONDS = "tandem_worker_time_to_first_token_seconds"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Demand, Endpoint, Scheduler, Worker
 from tandem_gateway.scheduling.prefix import PrefixIndex
@@ -10,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 D, P = Role.DECODE, Role.PREFILL
 
 
-def make_worker(name: str, role: Role = D, revision: str = "r1", **fields: int) -> Worker:
+def make_worker(name: str, role: Role = D, revision: str = "r1", **fields: Any) -> Worker:
     return Worker(name=name, address=f"{name}:1", role=role, revision=revision, **fields)
 
 

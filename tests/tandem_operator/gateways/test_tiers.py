@@ -43,6 +43,13 @@ def test_without_a_disk_nothing_is_as_it_was_not() -> None:
     assert worker_config(blueprint(), Role.UNIFIED).kv.disk is None
 
 
+def test_peers_are_for_workers_of_one_rank_and_restart_nobody_where_they_are_off() -> None:
+    plan = blueprint(kv={"peers": "Auto"}, prefill={}, decode={"parallelism": {"tensor": 2}})
+    assert worker_config(plan, Role.PREFILL).kv.peers
+    assert not worker_config(plan, Role.DECODE).kv.peers
+    assert "peers" not in worker_config(blueprint(), Role.UNIFIED).set_json()
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -112,3 +119,6 @@ def test_of_several_gateways_the_newest_sample_counts() -> None:
     old, new = report("a", 9.0, tell(None)), report("b", 1.0, tell("VolumeSlow"))
     assert _tiers([old, new])["w"].reason == _tiers([new, old])["w"].reason == "VolumeSlow"
     assert _tiers([report("a", 1.0)]) == {}
+    peer = TierTelemetry(tier="peer")
+    assert _tiers([report("a", 1.0, peer)]) == {}
+    assert _tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"

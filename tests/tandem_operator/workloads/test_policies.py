@@ -172,6 +172,28 @@ def test_without_prefill_workers_nobody_moves_blocks() -> None:
     assert reachable(plan, inside["decode"], inside["decode"]) == set()
 
 
+def test_where_workers_give_each_other_their_blocks_all_reach_each_others_kv_ports_and_nobody_else_does() -> None:
+    plan = split(kv={"peers": "Auto"})
+    inside = pods(plan)
+    for name in ("prefill", "decode"):
+        assert all(reachable(plan, inside[name], inside[other]) == {KV} for other in ("prefill", "decode"))
+        for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["gateway"]):
+            assert KV not in reachable(plan, source, inside[name])
+    plan = blueprint(kv={"peers": "Auto"})
+    inside = pods(plan)
+    assert reachable(plan, inside["decode"], inside["decode"]) == {KV}
+    assert KV not in reachable(plan, inside["gateway"], inside["decode"])
+
+
+def test_workers_of_several_ranks_neither_give_nor_take() -> None:
+    plan = split(kv={"peers": "Auto"}, decode={"parallelism": {"tensor": 2}})
+    inside = pods(plan)
+    assert reachable(plan, inside["prefill"], inside["prefill"]) == {KV}
+    assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
+    assert KV not in reachable(plan, inside["prefill"], inside["decode"])
+    assert KV not in reachable(plan, inside["decode"], inside["decode"])
+
+
 def test_every_rank_of_a_prefill_pod_is_reached() -> None:
     plan = blueprint(prefill={"parallelism": {"tensor": 8}})
     inside = pods(plan)

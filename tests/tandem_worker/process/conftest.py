@@ -75,9 +75,13 @@ class WorkerProcess:
         """From the metrics port, often: so no certificates are read, which plain HTTP has no use for."""
         return httpx.get(self.metrics_url + path, timeout=10, verify=False)
 
-    def complete(self, prompt: Any, *, prefill: str | None = None, **options: Any) -> dict[str, Any]:
+    def complete(
+        self, prompt: Any, *, prefill: str | None = None, source: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """`source`: who has a part of the prompt."""
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8} | options
         headers = self.headers | ({"x-tandem-prefill": prefill} if prefill else {})
+        headers |= {"x-tandem-kv-source": source} if source else {}
         response = httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         return response.json() | {"headers": response.headers}

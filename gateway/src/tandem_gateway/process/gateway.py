@@ -34,7 +34,7 @@ from tandem_gateway.upstream.engines import build_engines
 from tandem_gateway.upstream.engines.contract import Kinds
 from tandem_gateway.workers.credentials import Credentials
 from tandem_gateway.workers.links import NativeLinks
-from tandem_gateway.workers.telemetry import describe_cache
+from tandem_gateway.workers.telemetry import describe_cache, describe_pulls
 from tandem_gateway.workers.upstreams import Upstreams
 
 UNAUTHORIZED_LOG_SECONDS = 10.0
@@ -161,6 +161,7 @@ class Gateway:
             evicted_until=evicted_until,
             kv_tokens=kv_tokens,
             prompts=sample.prompts,
+            pull_rate=describe_pulls(sample),
         )
 
     def _on_drain(self, worker: Worker) -> None:

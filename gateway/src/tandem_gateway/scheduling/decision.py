@@ -49,6 +49,8 @@ def describe_choice(choice: Choice) -> dict[str, object]:
     return {
         "decode": choice.decode.worker.name,
         "prefill": prefills,
+        "source": None if choice.source is None else choice.source.worker.name,
+        "pulledTokens": choice.pulled_tokens,
         "converted": choice.conversion is not None and choice.conversion.converted,
         "revision": choice.decode.worker.revision,
         "why": why,

@@ -116,15 +116,14 @@ class Endpoint:
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
         "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
-        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "tokens_per_event", "told",
-        "told_at", "ttft_counts", "worker", "working_since",
+        "prefill_address", "prefill_tokens", "pull_rate", "quiet_since", "requests", "serial", "speed",
+        "tokens_per_event", "told", "told_at", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+        self.worker, self.host = worker, worker.address.encode()
         self.serial = next(_serials)
         """Names this incarnation: a worker that left and came back has an empty cache."""
-        self.host = worker.address.encode()
         self.prefill_address = (worker.kv_address or worker.address).encode()
         self.health = Health()
         self.requests = 0
@@ -138,15 +137,17 @@ class Endpoint:
         """Both and `others`, in prefill tokens."""
         self.others = 0
         """What other gateways have there, as the worker told last."""
-        self.told = 0.0
+        self.told = self.told_at = 0.0
         """Prompt tokens in its queue at `told_at`, whoever sent them: as it told last, and what was sent since from
         here."""
-        self.told_at = 0.0
         self.kv_tokens = worker.kv_tokens
         self.kv_written = 0
         """Tokens its cache has taken in so far: what was written before the last `kv_tokens` of them is evicted."""
         self.evicted_until = 0.0
         """Its cache has forgotten what was last used before, as the worker told."""
+        self.pull_rate: float | None = None
+        """Tokens per second at which it brings blocks that other workers have, and it gives them its own; 0: not known
+        yet. None: it does neither."""
         self.speed = Speed()
         self.own = OwnPrompts()
         self.working_since = 0.0

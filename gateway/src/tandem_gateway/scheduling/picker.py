@@ -24,6 +24,7 @@ from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint
 from tandem_gateway.scheduling.pool import Pool
+from tandem_gateway.scheduling.pulling import MIN_TOKENS, find_source, weigh_pulls, weigh_time
 from tandem_gateway.scheduling.shared import SharedPrefix
 
 SLACK = 0.25
@@ -69,6 +70,10 @@ class Choice:
     """Seconds that its first token took; 0 where that is not seen, as in an answer in one piece."""
     status: int = 0
     """Status of the answer; 0 while there is none, or where another attempt gave it."""
+    source: Endpoint | None = None
+    """Who has a part of the prompt that is brought from there instead of being computed; None: nobody is named."""
+    pulled_tokens: int = 0
+    """Estimated tokens that are, which count as cached."""
     conversion: Conversion | None = None
     """Whether the decode endpoint computes the prompt though prefill endpoints are there; None: nobody asked."""
 
@@ -109,6 +114,8 @@ def pick(
     for group in groups:
         cost, prefills, costs = 0.0, _NOBODY, _NO_COSTS
         grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
+        pools = group.prefills, group.decodes
+        source = find_source(pools, cached, shared, shared_tokens, excluded) if cached or shared is not None else None
         if group.prefills.available and not demand.local:
             prefill, costs = _rank(
                 group.prefills,
@@ -122,12 +129,14 @@ def pick(
                 now,
                 excluded,
                 RECOMPUTE_WEIGHT,
+                source,
             )
             if prefill is not None:
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
+        source = None if prefills else source
         decode, own = _rank(
-            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight
+            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight, source
         )
         if decode is not None and (prefills or demand.local or not decode.worker.needs_prefill):
             offers.append((cost + own[decode], prefills, decode, group, costs, own))
@@ -141,7 +150,38 @@ def pick(
         known = hit = min(prompt, count_cached(prefills[0] if prefills else decode, cached, shared, shared_tokens))
         if prefills:
             known = max(hit, min(prompt, count_cached(decode, cached, shared, shared_tokens)))
-    return Choice(decode, prefills, prompt - hit, hit, known, offers)
+    choice = Choice(decode, prefills, prompt - hit, hit, known, offers)
+    if cached or shared is not None:
+        name_source(choice, cached, shared, shared_tokens, excluded)
+    return choice
+
+
+def name_source(
+    choice: Choice,
+    cached: Mapping[Endpoint, int],
+    shared: SharedPrefix | None,
+    shared_tokens: int,
+    excluded: Collection[str],
+) -> None:
+    """Name who has more of the prompt than the worker that computes it, where bringing that is sooner; nobody else."""
+    choice.source, choice.pulled_tokens = None, 0
+    computing = choice.prefill[0] if choice.prefill else choice.decode
+    if computing.pull_rate is None or weigh_time(computing) >= 1:
+        return
+    group = next((offer[3] for offer in choice.offers if offer[3].decodes is choice.decode.pool), None)
+    if group is None:
+        return
+    source = find_source((group.prefills, group.decodes), cached, shared, shared_tokens, excluded)
+    if source is None or source[0] is computing:
+        return
+    endpoint, held = source
+    held = min(held, choice.uncached_tokens + choice.cached_tokens)
+    if held - choice.cached_tokens < MIN_TOKENS:
+        return
+    choice.source, choice.pulled_tokens = endpoint, held - choice.cached_tokens
+    choice.uncached_tokens -= choice.pulled_tokens
+    choice.cached_tokens = held
+    choice.known_tokens = max(choice.known_tokens, held)
 
 
 def find_capacity(prefills: int, decodes: int, *, all_prefills: int, all_decodes: int) -> float:
@@ -206,8 +246,10 @@ def _rank(
     now: float,
     excluded: Collection[str],
     weight: float,
+    source: tuple[Endpoint, int] | None,
 ) -> tuple[Endpoint | None, dict[Endpoint, float]]:
-    """The best candidate, and what each costs. `grows`: homes count as if they had `shared`, so that they get it."""
+    """The best candidate, and what each costs. `grows`: homes count as if they had `shared`, so that they get it.
+    `source`: who has most of the prompt, and how much, for those to bring that compute it."""
     if not pool.available:
         return None, {}
     prompt = demand.prompt_tokens
@@ -228,6 +270,7 @@ def _rank(
     if unseen and homes:
         known = count_cached(homes[0], cached, shared, shared_tokens)
         costs[homes[0]] -= unseen * weight * max(0, prompt - known)
+    weigh_pulls(costs, source, prompt, weight)
     for endpoint in costs:
         if endpoint.prefill_tokens or endpoint.told:  # its load, less what it has probably computed of its prompts
             costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens

@@ -18,7 +18,7 @@ from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.outliers import SILENT_SECONDS, check
-from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, pick
+from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, name_source, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
@@ -187,6 +187,8 @@ class Scheduler:
                 if choice is not None:
                     if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
                         reconsider(choice, demand, cached, shared, shared_tokens, self.terms, now)
+                        if not choice.prefill:
+                            name_source(choice, cached, shared, shared_tokens, excluded)
                     return choice
         return None
 
@@ -243,10 +245,11 @@ class Scheduler:
         """The worker answers the request: remember where its prefix now is, until its end in use."""
         decode = choice.decode
         prefill = choice.prefill[0] if choice.prefill else decode
-        decode.kv_written += choice.uncached_tokens
+        written = choice.uncached_tokens + choice.pulled_tokens
+        decode.kv_written += written
         both = (decode,)
         if prefill is not decode:
-            prefill.kv_written += choice.uncached_tokens
+            prefill.kv_written += written
             both = (prefill, decode)
         chain = demand.prefix
         if chain:
@@ -264,11 +267,14 @@ class Scheduler:
         evicted_until: float | None = None,
         kv_tokens: int | None = None,
         prompts: Iterable[str] = (),
+        pull_rate: float | None = None,
     ) -> None:
         """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, until when its
-        cache has forgotten what was last used (by the clock of `now`), how many tokens fit into that, and the names of
-        prompts that it has begun lately.
+        cache has forgotten what was last used (by the clock of `now`), how many tokens fit into that, the names of
+        prompts that it has begun lately, and at how many tokens per second it brings blocks of other workers: 0 where
+        that is not known yet, None where it brings none.
         """
+        endpoint.pull_rate = pull_rate if endpoint.worker.kv_address else None
         endpoint.tell(min(queued_tokens, MOST_OTHERS), now)
         for name in prompts:
             self._hear(endpoint, name, now)

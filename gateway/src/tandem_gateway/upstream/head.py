@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tandem_api.names import HEADER_LENIENT, HEADER_PREFILL, HEADER_REQUEST_ID, HEADER_RESUME, HEADER_STEP_SECONDS
+from tandem_api.names import (
+    HEADER_KV_SOURCE,
+    HEADER_LENIENT,
+    HEADER_PREFILL,
+    HEADER_REQUEST_ID,
+    HEADER_RESUME,
+    HEADER_STEP_SECONDS,
+)
 
 from tandem_gateway.http.request import Request
 from tandem_gateway.scheduling import Choice
@@ -10,6 +17,7 @@ from tandem_gateway.scheduling import Choice
 _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
+_KV_SOURCE = HEADER_KV_SOURCE.encode()
 _STEP_SECONDS = HEADER_STEP_SECONDS.encode()
 _REQUEST_HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
@@ -34,6 +42,9 @@ def build_request_head(
         more += _PREFILL + b": " + addresses + b"\r\n"
     elif choice.conversion is not None:
         more += _STEP_SECONDS + b": %.6f\r\n" % choice.conversion.step_seconds
+    if choice.source is not None:
+        tokens = choice.cached_tokens
+        more += _KV_SOURCE + b": " + choice.source.prefill_address + b";tokens=%d\r\n" % tokens
     if journal_bytes is not None:
         more += _RESUME + b": %d\r\n" % journal_bytes
         length += journal_bytes

@@ -69,6 +69,15 @@ def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
     return horizon, tokens + sum(tier.capacity_tokens for tier in tiers)
 
 
+def describe_pulls(sample: WorkerTelemetry) -> float | None:
+    """At how many tokens per second a worker brings other workers' blocks, 0 until it knows; None: it brings none, and
+    gives none away."""
+    for tier in sample.kv_tiers:
+        if tier.tier == "peer" and tier.reason is None:
+            return tier.tokens_per_second or 0.0
+    return None
+
+
 class TelemetryPoller:
     """Owned by one event loop. `take` is discovery's. With a `period` of 0 nothing is read."""
 

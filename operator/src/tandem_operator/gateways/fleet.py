@@ -378,16 +378,17 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
 
 
 def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
-    """What workers tell of their tiers, by worker. Of several samples of one worker the newest counts."""
+    """What workers tell of their disks, by worker. Of several samples of one worker the newest counts."""
     found: dict[str, tuple[float, TierTelemetry]] = {}
     for report in reports:
         for worker in report.workers:
             sample = worker.telemetry
-            if sample is None or not sample.kv_tiers:
+            disk = None if sample is None else next((tier for tier in sample.kv_tiers if tier.tier == "disk"), None)
+            if disk is None:
                 continue
             age = worker.telemetry_age or 0.0
             if worker.name not in found or age < found[worker.name][0]:
-                found[worker.name] = age, sample.kv_tiers[0]
+                found[worker.name] = age, disk
     return {name: tier for name, (_, tier) in found.items()}
 
 

@@ -105,6 +105,11 @@ class Blueprint:
             return self.model.spec.prefill
         return self.model.spec.decode
 
+    def gives_blocks(self, role: Role) -> bool:
+        """Whether its workers give the blocks that they have computed to others, and ask those for theirs."""
+        lone = self.worker_spec(role).parallelism.for_launch().num_ranks == 1
+        return self.model.spec.kv.peers == "Auto" and lone
+
     def replicas(self, wanted: int) -> int:
         return 0 if self.model.spec.suspend else wanted
 

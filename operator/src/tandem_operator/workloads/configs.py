@@ -70,7 +70,12 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             history_bytes=int(parse_quantity(spec.engine.speculative.history)),
         ),
         max_model_len=spec.engine.max_model_len,
-        kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify, disk=_kv_disk(spec.kv.disk)),
+        kv=KVConfig(
+            memory_bytes=memory,
+            verify=spec.kv.verify,
+            disk=_kv_disk(spec.kv.disk),
+            peers=blueprint.gives_blocks(role),
+        ),
         scheduler=SchedulerConfig(
             max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens
         ),

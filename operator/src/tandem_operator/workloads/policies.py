@@ -1,8 +1,8 @@
 """NetworkPolicies, one for each kind of pod: what may connect to it, and what it may connect to.
 
-Two workers of one model meet where key-value blocks move, from decode to prefill workers, and within a replica of
-several pods. Gateways ask decode workers, and read what every worker tells about itself. Nobody else needs either, but
-for clients and for who collects metrics.
+Two workers of one model meet where key-value blocks move, from decode to prefill workers, and between all of them where
+they give each other their blocks, and within a replica of several pods. Gateways ask decode workers, and read what
+every worker tells about itself. Nobody else needs either, but for clients and for who collects metrics.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
         peer = component_of(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
         ingress.append(_from(blueprint, peer, []))
         egress.append(_to(blueprint, peer, []))
-    elif role is Role.PREFILL:
-        ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
-    elif role is Role.DECODE:
-        egress.append(_to(blueprint, component_of(Role.PREFILL), [_kv_ports(blueprint)]))
+    for other in () if foreign else blueprint.worker_roles:
+        if _asks(blueprint, other, role):
+            ingress.append(_from(blueprint, component_of(other), [_kv_ports(blueprint, role)]))
+        if _asks(blueprint, role, other):
+            egress.append(_to(blueprint, component_of(other), [_kv_ports(blueprint, other)]))
     if not foreign and blueprint.model.spec.model.uri.startswith("hf://") and shares_files(blueprint):
         # Of both roles, while they start and when they serve: who has a part of the model's files gives it to others.
         for other in blueprint.worker_roles:
@@ -132,9 +133,17 @@ def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
     return [*asked, _tcp(names.WORKER_METRICS_PORT), *linked]
 
 
-def _kv_ports(blueprint: Blueprint) -> Manifest:
-    """The KV port of every rank of a prefill pod."""
-    ranks = blueprint.worker_spec(Role.PREFILL).ranks_per_pod
+def _asks(blueprint: Blueprint, role: Role, other: Role) -> bool:
+    """Whether workers of `role` connect to the KV ports of those of `other`: to order prompts, or for blocks that they
+    have computed."""
+    if (role, other) == (Role.DECODE, Role.PREFILL):
+        return True
+    return blueprint.gives_blocks(role) and blueprint.gives_blocks(other)
+
+
+def _kv_ports(blueprint: Blueprint, role: Role) -> Manifest:
+    """The KV port of every rank of a pod of this role."""
+    ranks = blueprint.worker_spec(role).ranks_per_pod
     return _tcp(names.WORKER_KV_PORT, names.WORKER_KV_PORT + ranks - 1)
 
 

@@ -68,6 +68,8 @@ class RemotePrefill:
     block_ids: tuple[int, ...]
     """Reserved blocks of the whole prompt, in order, cached ones included; those are not to be written."""
     endpoints: tuple[str, ...]
+    kv_source: str = ""
+    """As in `GenerationRequest`."""
     cache_salt: str
     priority: float
     prompt_name: bytes = b""

@@ -39,6 +39,7 @@ from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
 
 if TYPE_CHECKING:
+    from tandem_worker.engine.lending import LendingDesk
     from tandem_worker.engine.loading import TierDesk
     from tandem_worker.engine.tiers import Tier
 
@@ -132,6 +133,13 @@ class EngineCore:
         (lane,) = self._runner.lanes
         return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
 
+    def open_lending(self, fence: Callable[[], object]) -> LendingDesk:
+        """By way of the desk blocks are lent to who copies them for other workers. A group's lanes have none."""
+        from tandem_worker.engine.lending import LendingDesk
+
+        (lane,) = self._runner.lanes
+        return LendingDesk(lane.scheduler, fence, self._send)
+
     def deliver_to(self, deliver: DeliverFunction) -> None:
         """From now on tokens go to `deliver`. To be called while no request is open."""
         self._deliver = deliver
@@ -167,6 +175,7 @@ class EngineCore:
         )
         inside.n = request.n
         inside.endpoints = request.prefill_endpoints
+        inside.kv_source, inside.kv_source_tokens = request.kv_source, request.kv_source_tokens
         inside.prompt_logprobs = request.prompt_logprobs
         inside.pooling = request.pooling
         inside.step_seconds = request.step_seconds
@@ -198,6 +207,7 @@ class EngineCore:
             priority=order.priority,
         )
         inside.serves_peer = True
+        inside.kv_source = order.kv_source
         _follow(inside, order.trace)
         self._claim(self._open.peers, order.request_id)
         self._send(lambda: self._runner.choose(inside).peers.submit(inside, order, listener))

@@ -56,12 +56,15 @@ class LoadDesk:
             return True
         rate = scheduler.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
-        run = self._source.find(names[len(matched) : most], seconds_per_block)
+        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source)
         if run is None:
             sequence.load_tried = True
             return False
         total = len(matched) + run.count
-        if scheduler.goes_remote(sequence, sequence.num_tokens - total * blocks.block_size):
+        likely = total * blocks.block_size
+        if run.hearsay:
+            likely = min(likely, max(request.kv_source_tokens, len(matched) * blocks.block_size))
+        if scheduler.goes_remote(sequence, sequence.num_tokens - likely):
             sequence.load_tried = True  # who computes the rest needs what comes before it, and has not got it from here
             return False
         if not scheduler.start_loading(sequence, matched, run.count):
@@ -74,6 +77,7 @@ class LoadDesk:
             names=tuple(names[len(matched) : total]),
             block_ids=tuple(sequence.block_ids[len(matched) :]),
             seconds_per_block=seconds_per_block,
+            holder=request.kv_source,
         )
         self._loading[load], self._load_of[sequence], self._orders[load] = [sequence], load, order
         self._load_from.setdefault(order.names[0], load)

@@ -43,6 +43,7 @@ class RemotePrefills:
             num_cached_tokens=sequence.num_computed,
             block_ids=tuple(sequence.block_ids),
             endpoints=request.endpoints,
+            kv_source=request.kv_source,
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_name=self._name(sequence, tokens),

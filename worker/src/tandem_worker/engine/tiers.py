@@ -7,7 +7,7 @@ engine never waits for it: every call here returns at once, and what takes time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,10 @@ class Run:
 
     count: int
     seconds: float
-    """From now until all of them are in memory, as far as that can be told: what the source has to do before counts."""
+    """From now until all of them are in memory, as far as that can be told: what the source has to do before counts.
+    """
+    hearsay: bool = False
+    """A gateway says that they are there: some may not be, and nothing comes of those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class LoadOrder:
     """Reserved for it: one for each name."""
     seconds_per_block: float | None
     """What computing one of them would take; None while that is not known. A load that is later is cut."""
+    holder: str = ""
+    """As in `BlockSource.find`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,10 @@ class Offer:
 class BlockSource(Protocol):
     """The way in. Called on the engine thread."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
-        in `seconds_per_block`, is sooner. None: nobody knows what computing takes."""
+        in `seconds_per_block`, is sooner. None: nobody knows what computing takes. `holder`: the KV port (`host:port`)
+        of a worker that has some of them, as a gateway says; empty: none was named."""
         ...
 
     def start_load(self, order: LoadOrder) -> None:
@@ -58,7 +64,8 @@ class BlockSource(Protocol):
         ...
 
     def cancel(self, load: int) -> None:
-        """Abandon. When this returns nothing of that load is written to its blocks any more."""
+        """Abandon. When this returns nothing of that load is written to its blocks any more. One that it does not know,
+        or has ended, is ignored."""
         ...
 
 
@@ -81,6 +88,29 @@ class BlockSink(Protocol):
 
 class Tier(BlockSource, BlockSink, Protocol):
     """Both ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """Blocks that are not given up until they are given back."""
+
+    block_ids: tuple[int, ...]
+    """The leading ones of those that were asked for; some may be held by requests too."""
+    fence: object
+    """As in `Offer`."""
+
+
+class BlockLender(Protocol):
+    """What is asked of an engine by who gives its blocks to others. Any thread; no step is made for it."""
+
+    def lend_blocks(self, names: Sequence[bytes], answer: Callable[[Loan], None]) -> None:
+        """`answer` is called on the engine thread, between two steps, and must only enqueue. An engine that ends does
+        not call it."""
+        ...
+
+    def give_back(self, loan: Loan) -> None:
+        """The blocks of a loan are copied, or nobody wants them any more."""
+        ...
 
 
 class TierEngine(Protocol):

@@ -23,7 +23,7 @@ from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.backends.form import CPU_RATIOS, rows_of
 from tandem_worker.model.prepared.store import open_store
-from tandem_worker.process.figures import Figures, Refusals
+from tandem_worker.process.figures import Figures, Refusals, join_transports
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.progress import STANDBY, StartProgress, Switches
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
+    from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
-    from tandem_worker.tiers.disk import DiskTier
+    from tandem_worker.tiers.shelf import Shelf
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
@@ -126,16 +127,16 @@ class _Start:
                 *("engine", "allocating the KV cache", self._build_engine),
                 *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
             ),
-            step("tier", "opening the disk tier", self._open_tier, "engine", "digest"),
-            step("warm_up", "warming up", _warm_up, "engine", "weights", "tier"),
+            step("tiers", "opening the tiers", self._open_tiers, "engine", "digest"),
+            step("warm_up", "warming up", _warm_up, "engine", "weights", "tiers"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
-                *("engine", "client", "digest", "seat", "warm_up"),
+                *("engine", "client", "digest", "seat", "tiers", "warm_up"),
             ),
             step(
                 *("worker", "building the application", self._build_worker),
                 *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "prepared", "memory"),
-                *("tier", "server", "warm_up"),
+                *("tiers", "server", "warm_up"),
             ),
         ]
 
@@ -316,12 +317,13 @@ class _Start:
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         return engine, ends
 
-    def _open_tier(self, built: tuple[EngineCore, Ends], digest: str) -> DiskTier | None:
-        if self._config.kv.disk is None:
+    def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
+        kv = self._config.kv
+        if kv.disk is None and (not kv.peers or self._group is not None):
             return None  # and nothing of it is imported
-        from tandem_worker.process.tiers import open_tier
+        from tandem_worker.process.tiers import open_tiers
 
-        return open_tier(built[0], self._config, digest, self._runtime)
+        return open_tiers(built[0], self._config, self._pod, digest, self._runtime)
 
     def _connect_transport(
         self,
@@ -329,9 +331,11 @@ class _Start:
         client: TcpPrefillClient | None,
         digest: str,
         seat: GroupSeat | None,
+        tiers: Tiers | None,
         _: None,
     ) -> TcpPrefillServer | None:
-        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat)
+        shelf = None if tiers is None else tiers.shelf
+        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat, shelf)
 
     def _build_worker(
         self,
@@ -344,7 +348,7 @@ class _Start:
         server: TcpPrefillServer | None,
         prepared: PreparedWeights,
         memory: MemoryLedger,
-        tier: DiskTier | None,
+        tiers: Tiers | None,
         *_: None,
     ) -> Worker:
         from tandem_worker.engine.execute.pages import BlockPages
@@ -358,7 +362,7 @@ class _Start:
             self._config,
             self._pod,
             engine,
-            transport=server or client,
+            transport=join_transports(server, client),
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
@@ -369,7 +373,7 @@ class _Start:
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,
             others=lambda: {} if self._group is None else self._group.leader.gpus,
-            tier=tier,
+            tiers=tiers,
         )
         return Worker(
             config=self._config,
@@ -382,7 +386,7 @@ class _Start:
             hub=hub,
             prefill_server=server,
             prefill_client=client,
-            tier=tier,
+            tiers=tiers,
             grammars=grammars,
             grammars_later=self._is_woken and self._generates(model),
             group=self._group,
@@ -465,7 +469,7 @@ def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
 
 
-def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: DiskTier | None) -> None:
+def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
     engine, ends = built
     on_gpu = model.device.type == "cuda"
     warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
@@ -479,14 +483,17 @@ def _connect_transport(
     runtime: Runtime,
     digest: str,
     seat: GroupSeat | None,
+    shelf: Shelf | None,
 ) -> TcpPrefillServer | None:
+    """The KV port of a worker that takes orders or gives its blocks away; decode workers' client, joined with the
+    engine."""
+    if config.role is Role.UNIFIED and shelf is None:
+        return None
     from tandem_worker.group.transport import group_identity, start_server
     from tandem_worker.transfer.blocks import BlockSpace
     from tandem_worker.transfer.contract import Identity
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
-    if config.role not in {Role.PREFILL, Role.DECODE}:
-        return None
     leader = None
     if seat is None or seat.plan is None:
         space = BlockSpace(engine.kv_cache)
@@ -500,9 +507,10 @@ def _connect_transport(
         if leader is not None:
             leader.on_answer = client.handle
         client.bind(engine, space, identity, leader)
-        return None
+        if shelf is None:
+            return None
     server = TcpPrefillServer(
-        engine=engine,
+        engine=engine if config.role is Role.PREFILL else None,
         space=space,
         identity=identity,
         host=runtime.host,
@@ -510,6 +518,7 @@ def _connect_transport(
         group=leader,
         ring=runtime.peers,
         vitals=runtime.vitals,
+        shelf=shelf,
         tracer=runtime.tracer,
     )
     return start_server(server, config.kv.port)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from tandem_api.launch import WorkerConfig
@@ -17,7 +18,7 @@ from tandem_worker.process.progress import StartProgress
 from tandem_worker.server.answer.request_metrics import RequestMetrics
 from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.wire.prompt_names import PromptNames
-from tandem_worker.transfer.contract import TransferStats
+from tandem_worker.transfer.contract import TransferStats, join_stats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileExchange
@@ -36,9 +37,23 @@ class Transport(Protocol):
         ...
 
 
-class Tier(Protocol):
-    def stats(self) -> TierStats:
-        """What the tier has done so far, and what is there now. Any thread."""
+def join_transports(*ends: Transport | None) -> Transport | None:
+    """The transport's ends of this process as one; None where there are none."""
+    there = [end for end in ends if end is not None]
+    return _Joined(there) if len(there) > 1 else there[0] if there else None
+
+
+class _Joined:
+    def __init__(self, ends: Sequence[Transport]) -> None:
+        self._ends = ends
+
+    def stats(self) -> TransferStats:
+        return reduce(join_stats, (end.stats() for end in self._ends))
+
+
+class Tiers(Protocol):
+    def stats(self) -> Sequence[TierStats]:
+        """What every tier has done so far, and what is there now. Any thread."""
         ...
 
 
@@ -62,7 +77,7 @@ class Figures:
         spans: Mapping[str, int],
         files: FileExchange | None = None,
         others: Callable[[], Mapping[int, GpuSample]] = dict,
-        tier: Tier | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """`others`: what the GPUs of the group's other ranks told last."""
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
@@ -73,7 +88,7 @@ class Figures:
         self._start, self._refusals = start, refusals
         self._grammars = grammars
         self._spans, self._files, self._others = spans, files, others
-        self._tier = tier
+        self._tiers = tiers
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
         self.prompts = PromptNames()
@@ -114,5 +129,5 @@ class Figures:
             files=None if self._files is None else self._files.sample(),
             start=self._start.figure(),
             prompts=self.prompts.recent(),
-            tier=None if self._tier is None else self._tier.stats(),
+            tiers=() if self._tiers is None else self._tiers.stats(),
         )

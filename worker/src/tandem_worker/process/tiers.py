@@ -2,53 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_api.launch import WorkerConfig
 from tandem_api.telemetry import Metric, TierTelemetry
 
+from tandem_worker.engine.tiers import BlockSource
+from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.families import Families
 
 if TYPE_CHECKING:
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.tiers.disk import DiskTier
+    from tandem_worker.tiers.format import TierKey
+    from tandem_worker.tiers.peers import PeerSource
+    from tandem_worker.tiers.shelf import Shelf
     from tandem_worker.tiers.stats import TierStats
 
 
-def open_tier(engine: EngineCore, config: WorkerConfig, digest: str, runtime: Runtime) -> DiskTier | None:
-    """Joined with an engine that has computed nothing yet. It looks at its volume while the worker goes on starting;
-    what is wrong with that ends nothing.
+@dataclass(slots=True, kw_only=True)
+class Tiers:
+    """What a worker has below memory."""
+
+    disk: DiskTier | None = None
+    peers: PeerSource | None = None
+    """Other workers, asked for what they have computed."""
+    shelf: Shelf | None = None
+    """What others may ask this one for."""
+
+    def stats(self) -> list[TierStats]:
+        """Of every tier. Any thread."""
+        return [tier.stats() for tier in (self.disk, self.peers) if tier is not None]
+
+    def flush(self, seconds: float) -> None:
+        """Blocks that are in memory alone go to the disk, for so long at most. Blocks the calling thread."""
+        if self.disk is not None:
+            self.disk.flush(seconds)
+
+    def close(self) -> None:
+        """Nothing is read or written any more."""
+        for tier in (self.peers, self.disk):
+            if tier is not None:
+                tier.close()
+
+
+def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: str, runtime: Runtime) -> Tiers | None:
+    """Joined with an engine of one rank that has computed nothing yet. A disk is looked at while the worker goes on
+    starting; what is wrong with that ends nothing. None: blocks are kept in memory alone.
 
     Raises ThreadStartError.
     """
-    wanted = config.kv.disk
-    if wanted is None:
+    if config.kv.disk is None and not config.kv.peers:
         return None
-    from tandem_worker.tiers.disk import DiskLimits, DiskTier
+    from tandem_worker.tiers.combined import CombinedTier
     from tandem_worker.tiers.format import TierKey
     from tandem_worker.tiers.memory import open_memory
     from tandem_worker.transfer.layout import KVLayout
 
-    memory = open_memory(engine.kv_cache)
     layout = KVLayout.of(engine.kv_cache.spec).fingerprint
-    tier = DiskTier(
-        Path(wanted.path),
-        TierKey(model_digest=digest, revision=config.revision, layout=layout),
-        memory,
-        engine.kv_cache.spec.block_size,
-        DiskLimits(
-            size_bytes=wanted.size_bytes,
-            write_through=wanted.write_through,
-            max_daily_writes=wanted.max_daily_writes,
-        ),
-        runtime.vitals,
+    key = TierKey(model_digest=digest, revision=config.revision, layout=layout)
+    memory = open_memory(engine.kv_cache)
+    tiers = Tiers()
+    sources: list[BlockSource] = []
+    cold_blocks = 0
+    if config.kv.disk is not None:
+        tiers.disk = _build_disk(engine, config, key, runtime)
+        sources.append(tiers.disk)
+        cold_blocks = tiers.disk.plan_cold_blocks(engine.kv_cache.num_blocks)
+    if config.kv.peers:
+        own = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
+        tiers.peers, tiers.shelf = _build_peers(engine, key, pod, runtime, tiers.disk, f"{own}:{config.kv.port}")
+        sources.append(tiers.peers)
+    desk = engine.open_desk(CombinedTier(sources, tiers.disk), cold_blocks=cold_blocks, fence=memory.fence)
+    for tier in (tiers.disk, tiers.peers):
+        if tier is not None:
+            tier.bind(desk)
+            tier.start()
+    return tiers
+
+
+def _build_disk(engine: EngineCore, config: WorkerConfig, key: TierKey, runtime: Runtime) -> DiskTier:
+    from tandem_worker.tiers.disk import DiskLimits, DiskTier
+    from tandem_worker.tiers.memory import open_memory
+
+    wanted = config.kv.disk
+    assert wanted is not None
+    limits = DiskLimits(
+        size_bytes=wanted.size_bytes, write_through=wanted.write_through, max_daily_writes=wanted.max_daily_writes
     )
-    cold_blocks = tier.plan_cold_blocks(engine.kv_cache.num_blocks)
-    tier.bind(engine.open_desk(tier, cold_blocks=cold_blocks, fence=memory.fence))
-    tier.start()
-    return tier
+    memory, block_size = open_memory(engine.kv_cache), engine.kv_cache.spec.block_size
+    return DiskTier(Path(wanted.path), key, memory, block_size, limits, runtime.vitals)
+
+
+def _build_peers(
+    engine: EngineCore, key: TierKey, pod: PodFacts, runtime: Runtime, disk: DiskTier | None, own: str
+) -> tuple[PeerSource, Shelf]:
+    import threading
+
+    from tandem_worker.tiers.format import plan_geometry
+    from tandem_worker.tiers.memory import open_memory
+    from tandem_worker.tiers.peer_link import PullTerms
+    from tandem_worker.tiers.peers import PeerSource
+    from tandem_worker.tiers.shelf import Shelf
+    from tandem_worker.tiers.stats import Counters
+    from tandem_worker.transfer.contract import Identity
+
+    block_size = engine.kv_cache.spec.block_size
+    incoming, outgoing = open_memory(engine.kv_cache), open_memory(engine.kv_cache)
+    geometry, counters = plan_geometry(incoming.layer_bytes, 0), Counters(block_size, "peer")
+    terms = PullTerms(
+        key=key,
+        geometry=geometry,
+        memory=incoming,
+        identity=Identity(worker=pod.pod, revision=key.revision, model_digest=key.model_digest, layout=key.layout),
+        ring=runtime.peers,
+        landing=threading.Lock(),
+    )
+    source = PeerSource(terms, block_size, runtime.vitals, counters, own)
+    return source, Shelf(key, geometry, outgoing, engine.open_lending(outgoing.fence), counters, disk)
 
 
 def describe_tier(stats: TierStats) -> TierTelemetry:
@@ -60,39 +135,51 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
         capacity_tokens=stats.capacity_tokens,
         stored_tokens=stats.stored_tokens,
         horizon=stats.horizon,
+        tokens_per_second=stats.tokens_per_second,
     )
 
 
-def add_tier(out: Families, stats: TierStats) -> None:
-    """The tier's metrics."""
-    tier = {"tier": stats.tier}
-    read, written = tier | {"direction": "read"}, tier | {"direction": "written"}
+def add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:
+    """The tiers' metrics."""
+    labels = [{"tier": stats.tier} for stats in tiers]
+
+    def both(read: str, written: str) -> list[tuple[dict[str, str], float]]:
+        """Values of two fields of every tier."""
+        fields = {"read": read, "written": written}
+        return [
+            (label | {"direction": direction}, getattr(stats, field))
+            for label, stats in zip(labels, tiers, strict=True)
+            for direction, field in fields.items()
+        ]
+
+    def each(field: str) -> list[tuple[dict[str, str], float]]:
+        return [(label, getattr(stats, field)) for label, stats in zip(labels, tiers, strict=True)]
+
     out.counters(
         Metric.WORKER_KV_TIER_TOKENS_TOTAL,
-        "Tokens whose blocks came back from a tier for a request, and of those that were written to it.",
-        [(read, stats.tokens_read), (written, stats.tokens_written)],
+        "Tokens whose blocks came back from a tier for a request, and of those that were written to it or, of the tier "
+        "peer, given to other workers.",
+        both("tokens_read", "tokens_written"),
     )
     out.counters(
         Metric.WORKER_KV_TIER_BYTES_TOTAL,
         "Bytes read from a tier and found intact, and bytes written to it.",
-        [(read, stats.bytes_read), (written, stats.bytes_written)],
+        both("bytes_read", "bytes_written"),
     )
     out.counters(
         Metric.WORKER_KV_TIER_SECONDS_TOTAL,
         "What that took, checking and copying included, of all threads together.",
-        [(read, stats.seconds_reading), (written, stats.seconds_writing)],
+        both("seconds_reading", "seconds_writing"),
     )
-    out.counters(
-        Metric.WORKER_KV_TIER_EVICTIONS_TOTAL, "Blocks that a tier gave up for others.", [(tier, stats.evictions)]
-    )
+    out.counters(Metric.WORKER_KV_TIER_EVICTIONS_TOTAL, "Blocks that a tier gave up for others.", each("evictions"))
     out.counters(
         Metric.WORKER_KV_LOADS_CUT_TOTAL,
         "Loads that were late: what had not come by then was computed.",
-        [(tier, stats.loads_cut)],
+        each("loads_cut"),
     )
-    out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", [(tier, stats.stored_tokens)])
+    out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", each("stored_tokens"))
     out.gauges(
         Metric.WORKER_KV_TIER_READY,
         "1 while a tier is in use, 0 while it is switched off; telemetry says why.",
-        [(tier, int(stats.reason is None))],
+        [(label, int(stats.reason is None)) for label, stats in zip(labels, tiers, strict=True)],
     )

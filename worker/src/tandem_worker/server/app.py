@@ -44,6 +44,7 @@ from tandem_worker.server.wire.http import (
     ServiceError,
     header,
     prefill_endpoints,
+    read_kv_source,
     read_step_seconds,
     request_id,
     send_bytes,
@@ -232,6 +233,11 @@ class _Generation:
         resume, inner, receive = await take_journal(scope, receive)
         prepared = await self._model.preparation.prepare(kind, inner, receive)
         plan = await build_plan(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
+        source, held = read_kv_source(scope)
+        if source:
+            plan.requests = [
+                dataclasses.replace(request, kv_source=source, kv_source_tokens=held) for request in plan.requests
+            ]
         if (seconds := read_step_seconds(scope)) is not None:
             plan.requests = [dataclasses.replace(request, step_seconds=seconds) for request in plan.requests]
         if plan.stream and wants_journal(scope):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
@@ -166,7 +167,7 @@ class DiskTier:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on:
@@ -193,6 +194,10 @@ class DiskTier:
 
     def cancel(self, load: int) -> None:
         self._pool.cancel(load)
+
+    def read_blocks(self, names: Sequence[bytes], rows: np.ndarray) -> int:
+        """As `LoadPool.read`. Any thread."""
+        return self._pool.read(names, rows)
 
     def passes(self, name: bytes, reused: bool) -> bool:
         return self._writer.passes(name, reused)

@@ -220,10 +220,42 @@ class LoadPool:
             logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
             self._refuse(load, first + good, load.places[first + good])
 
+    def read(self, names: Sequence[bytes], rows: np.ndarray) -> int:
+        """The leading ones of `names` that lie one after another, verified, into `rows`: whole slots, as many as these
+        are at most. How many; on the calling thread, for who gives them to others."""
+        places = self._store.find(names[: len(rows)])
+        if not places or not self._health.on:
+            return 0
+        _, count = plan_pieces(places, len(rows))[0]
+        with self._wake:
+            self._busy_since[threading.get_ident()] = self._clock()
+        try:
+            got = self._store.read(places[0], count, rows)
+        except OSError as error:
+            failure = describe(error, f"a segment in {self._store.folder} cannot be read")
+            if failure.reason != VOLUME_GONE or not self._store.folder.is_dir():
+                self._health.fail(failure)
+                return 0
+            got = None  # somebody has deleted this file
+        finally:
+            with self._wake:
+                del self._busy_since[threading.get_ident()]
+        wanted = min(got or 0, count)
+        good = next((row for row in range(wanted) if not self._is_good(rows[row], names[row], places[row])), wanted)
+        if good < count and got is not None:
+            self._counters.count_damage()
+        if good < count:
+            self._discard(places[good])
+        else:
+            self._store.use(places[0])
+        return good
+
+    def _is_good(self, row: np.ndarray, name: bytes, place: Place) -> bool:
+        return is_intact(row.data, self._store.geometry, self._key, name, place_of(*place))
+
     def _count_intact(self, load: _Load, first: int, count: int, rows: np.ndarray) -> int:
         for row in range(count):
-            place, name = load.places[first + row], load.order.names[first + row]
-            if not is_intact(rows[row].data, self._store.geometry, self._key, name, place_of(*place)):
+            if not self._is_good(rows[row], load.order.names[first + row], load.places[first + row]):
                 return row
         return count
 
@@ -231,6 +263,9 @@ class LoadPool:
         """Blocks from `index` on are computed, and the segment of `place` goes."""
         with load.lock:
             load.limit = min(load.limit, index)
+        self._discard(place)
+
+    def _discard(self, place: Place) -> None:
         try:
             self._store.discard(place)
         except OSError as error:

@@ -30,13 +30,15 @@ class TierStats:
     """Blocks that were given up for others."""
     integrity_failures: int = 0
     loads_cut: int = 0
+    tokens_per_second: float | None = None
+    """At which blocks come, while they do; None: not known, or not told."""
 
 
 class Counters:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tier: str = "disk") -> None:
         self._block_size = block_size
         self._lock = threading.Lock()
-        self._stats = TierStats()
+        self._stats = TierStats(tier=tier)
 
     def read(self) -> TierStats:
         """All of them, at one moment."""

@@ -102,6 +102,28 @@ class TransferStats:
     """What peers were refused, by `quotas.Quota`."""
 
 
+def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
+    """Of a process that has both ends. Rates are those of the end that has one, of `other` where both have."""
+    return TransferStats(
+        bytes_sent=one.bytes_sent + other.bytes_sent,
+        bytes_received=one.bytes_received + other.bytes_received,
+        failures=one.failures + other.failures,
+        resends=one.resends + other.resends,
+        connections=one.connections + other.connections,
+        bytes_per_second=one.bytes_per_second if other.bytes_per_second is None else other.bytes_per_second,
+        seconds_receiving=one.seconds_receiving if other.seconds_receiving is None else other.seconds_receiving,
+        refusals=_add(one.refusals, other.refusals),
+        integrity_failures=_add(one.integrity_failures, other.integrity_failures),
+        quota_refusals=_add(one.quota_refusals, other.quota_refusals),
+    )
+
+
+def _add(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {
+        kind: one.get(kind, 0) + other.get(kind, 0) for kind in [*one, *(kind for kind in other if kind not in one)]
+    }
+
+
 class GroupChannel(Protocol):
     """Rank 0's way to the other ranks of its worker."""
 

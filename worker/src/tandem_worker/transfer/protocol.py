@@ -6,6 +6,11 @@ each under a random number (`transfer`) that it never uses again, and the prefil
     decode ── HELLO, PREFILL, ATTACH, RESEND, RELEASE, CANCEL ──▶ prefill
     decode ◀─ HELLO or REFUSED, START, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
 
+Whoever wants blocks that another worker has computed asks for them by name, on connections of its own:
+
+    puller ── HELLO, FETCH, CANCEL ──▶ holder
+    puller ◀─ HELLO or REFUSED, SLOTS, FETCHED or FAILED ── holder
+
 In groups the order goes from first rank to first rank. Every other pair of ranks that has something to move opens a
 connection of its own, on which the decode rank says ATTACH under the order's number. A connection moves the slice of
 each block that its two ranks have in common; layers are numbered as in the whole model.
@@ -41,18 +46,21 @@ from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 4
+VERSION = 5
 
 _FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
 _HEADER = struct.Struct("<IBxHQQQ")  # the same, and its sum
-_PREFILL = struct.Struct("<IIIiHHH")
-"""Tokens, cached tokens, generation, priority, bytes of request id, of salt, of trace context."""
+_PREFILL = struct.Struct("<IIIiHHHH")
+"""Tokens, cached tokens, generation, priority, bytes of request id, of salt, of trace context, of the name of a worker
+that has a part of it."""
 _BLOCKS = struct.Struct("<HHI")  # layer, spare, first index
 _RANGE = struct.Struct("<HHII")  # layer, spare, first index, count
 _DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the logits
 _ATTACH = struct.Struct("<I")  # blocks of the prompt that are wanted
 _HEARTBEAT = struct.Struct("<Q")  # progress of the engine
+_FETCH_HEAD_BYTES, SLOTS_HEAD_BYTES, _FETCHED_BYTES = 20, 4, 4
+"""As `fetches` has them."""
 
 HEADER_BYTES = _HEADER.size
 _CHECKSUM_BYTES = 8
@@ -70,6 +78,12 @@ MAX_RESENDS = 2
 """Times that an order's damaged blocks may be asked for."""
 MAX_RESEND_RANGES = 4096
 MAX_TOKENS = 10_485_760
+BLOCK_NAME_BYTES = 16
+MAX_NAMES = 1 << 16
+"""Blocks that may be asked for at once."""
+MAX_FETCH_SECONDS = 10.0
+"""What is asked for by name is sent within this, or not at all."""
+MAX_ENDPOINT_BYTES = 300
 MAX_LOGITS_BYTES = 8 << 20
 
 
@@ -86,12 +100,15 @@ class FrameKind(IntEnum):
     HEARTBEAT = 10
     ATTACH = 11
     START = 12
+    FETCH = 20
+    SLOTS = 21
+    FETCHED = 22
 
 
 MAX_BODY: Mapping[FrameKind, int] = {
     FrameKind.HELLO: MAX_HELLO_BYTES,
     FrameKind.REFUSED: MAX_TEXT_BYTES,
-    FrameKind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES + TRACE_BYTES,
+    FrameKind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES + TRACE_BYTES + MAX_ENDPOINT_BYTES,
     FrameKind.BLOCKS: _BLOCKS.size + _CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
     FrameKind.DONE: _DONE.size + MAX_LOGITS_BYTES,
     FrameKind.FAILED: MAX_TEXT_BYTES,
@@ -101,6 +118,9 @@ MAX_BODY: Mapping[FrameKind, int] = {
     FrameKind.HEARTBEAT: _HEARTBEAT.size,
     FrameKind.ATTACH: _ATTACH.size,
     FrameKind.START: 0,
+    FrameKind.FETCH: _FETCH_HEAD_BYTES + BLOCK_NAME_BYTES * MAX_NAMES,
+    FrameKind.SLOTS: SLOTS_HEAD_BYTES + MAX_BLOCK_BYTES,
+    FrameKind.FETCHED: _FETCHED_BYTES,
 }
 
 
@@ -110,7 +130,7 @@ class Header(NamedTuple):
     transfer: int
     body_sum: int
     num_blocks: int
-    """In BLOCKS; else 0."""
+    """In BLOCKS and SLOTS; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +152,8 @@ class Done:
 
 def bound_bodies(max_prompt_tokens: int) -> Mapping[FrameKind, int]:
     """`MAX_BODY` at a worker that can hold no longer prompt."""
-    prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + 2 * MAX_TEXT_BYTES + TRACE_BYTES
+    texts = 2 * MAX_TEXT_BYTES + TRACE_BYTES + MAX_ENDPOINT_BYTES
+    prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + texts
     return {**MAX_BODY, FrameKind.PREFILL: prefill}
 
 
@@ -159,6 +180,8 @@ def decode_header(
         raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {max_body[kind]} are taken")
     if kind is FrameKind.BLOCKS:
         _check_blocks(num_blocks, length)
+    elif kind is FrameKind.SLOTS and (not 0 < num_blocks <= MAX_BLOCKS_PER_FRAME or length < SLOTS_HEAD_BYTES):
+        raise TransferError(f"the peer sent a SLOTS frame of {num_blocks} blocks and {length} bytes")
     return Header(length, kind, transfer, body_sum, num_blocks)
 
 
@@ -174,7 +197,8 @@ def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
         raise IntegrityError(f"the body of a {header.kind.name} frame is damaged", Damage.BODY)
 
 
-def _frame(kind: FrameKind, transfer: int, body: bytes = b"") -> bytes:
+def encode_frame(kind: FrameKind, transfer: int, body: bytes = b"") -> bytes:
+    """A whole frame."""
     return encode_header(kind, transfer, len(body), body) + body
 
 
@@ -194,7 +218,7 @@ def encode_hello(identity: Identity) -> bytes:
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
         raise TransferError(f"our hello takes {len(body)} bytes, more than the {MAX_HELLO_BYTES} that peers accept")
-    return _frame(FrameKind.HELLO, 0, body)
+    return encode_frame(FrameKind.HELLO, 0, body)
 
 
 def decode_hello(body: bytes) -> Identity:
@@ -244,7 +268,7 @@ def decode_ranks(entries: Sequence[Sequence[Any]]) -> tuple[RankAddress, ...]:
 
 def encode_text(kind: FrameKind, transfer: int, text: str) -> bytes:
     """REFUSED or FAILED with its reason, cut to what peers accept."""
-    return _frame(kind, transfer, text.encode()[:MAX_TEXT_BYTES])
+    return encode_frame(kind, transfer, text.encode()[:MAX_TEXT_BYTES])
 
 
 def decode_text(body: bytes) -> str:
@@ -261,36 +285,42 @@ def _little_endian(values: array[int]) -> array[int]:
 def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
     """Raises TransferError when a field is longer than the frame has room for."""
     request_id, salt = order.request_id.encode(), order.cache_salt.encode()
+    source = order.kv_source.encode()
     if len(request_id) > MAX_TEXT_BYTES or len(salt) > MAX_TEXT_BYTES or len(order.token_ids) > MAX_TOKENS:
         raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
+    if len(source) > MAX_ENDPOINT_BYTES:
+        raise TransferError("the name of the worker that has a part of the prompt is too long for the KV transport")
     trace = b"" if order.hop is None else order.hop.context.header.encode()
     fixed = _PREFILL.pack(
         len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority), len(request_id),
-        len(salt), len(trace),
+        len(salt), len(trace), len(source),
     )  # fmt: skip
     tokens = _little_endian(array("I", order.token_ids)).tobytes()
-    return _frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt + trace)
+    return encode_frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt + trace + source)
 
 
 def decode_prefill(body: bytes) -> RemotePrefill:
     """The order as the prefill engine takes it: without blocks and endpoints."""
     try:
-        num_tokens, cached, generation, priority, id_bytes, salt_bytes, trace_bytes = _PREFILL.unpack_from(body)
+        num_tokens, cached, generation, priority, *sizes = _PREFILL.unpack_from(body)
+        id_bytes, salt_bytes, trace_bytes, source_bytes = sizes
         offset = _PREFILL.size + 4 * num_tokens
-        if len(body) != offset + id_bytes + salt_bytes + trace_bytes:
+        if len(body) != offset + sum(sizes):
             raise TransferError("the peer sent a PREFILL frame whose length contradicts its contents")
         tokens = array("I")
         tokens.frombytes(body[_PREFILL.size : offset])
         request_id = body[offset : offset + id_bytes].decode()
         salt = body[offset + id_bytes : offset + id_bytes + salt_bytes].decode()
-        context = read_context(body[offset + id_bytes + salt_bytes :]) if trace_bytes else None
+        offset += id_bytes + salt_bytes
+        context = read_context(body[offset : offset + trace_bytes]) if trace_bytes else None
+        source = body[offset + trace_bytes :].decode()
     except (struct.error, UnicodeDecodeError) as error:
         raise TransferError("the peer sent a PREFILL frame that cannot be read") from error
     if num_tokens == 0 or cached >= num_tokens:
         raise TransferError("the peer ordered a prefill of no tokens")
     if trace_bytes and context is None:
         raise TransferError("the peer sent a trace context that is none")
-    if id_bytes > MAX_TEXT_BYTES or salt_bytes > MAX_TEXT_BYTES:
+    if id_bytes > MAX_TEXT_BYTES or salt_bytes > MAX_TEXT_BYTES or source_bytes > MAX_ENDPOINT_BYTES:
         raise TransferError(f"the peer sent a text of more than {MAX_TEXT_BYTES} bytes")
     return RemotePrefill(
         request_id=request_id,
@@ -299,6 +329,7 @@ def decode_prefill(body: bytes) -> RemotePrefill:
         num_cached_tokens=cached,
         block_ids=(),
         endpoints=(),
+        kv_source=source,
         cache_salt=salt,
         priority=priority,
         hop=None if context is None else Hop(context),
@@ -328,7 +359,7 @@ def blocks_head_bytes(num_blocks: int) -> int:
 def encode_done(transfer: int, done: Done) -> bytes:
     """DONE: the prompt is computed. Carries its logits and their checksum."""
     fixed = _DONE.pack(done.num_cached_tokens, done.prompt_name, sum_logits(done.logits, transfer))
-    return _frame(FrameKind.DONE, transfer, fixed + done.logits)
+    return encode_frame(FrameKind.DONE, transfer, fixed + done.logits)
 
 
 def decode_done(body: bytes, transfer: int) -> Done:
@@ -344,13 +375,13 @@ def decode_done(body: bytes, transfer: int) -> Done:
 
 def encode_start(transfer: int) -> bytes:
     """The prompt is being computed: from now on the order progresses, or there is something wrong."""
-    return _frame(FrameKind.START, transfer)
+    return encode_frame(FrameKind.START, transfer)
 
 
 def encode_resend(transfer: int, ranges: Sequence[BlockRange]) -> bytes:
     """Ask for these blocks again; beyond MAX_RESEND_RANGES the rest is not asked for."""
     body = b"".join(_RANGE.pack(r.layer, 0, r.first, r.count) for r in ranges[:MAX_RESEND_RANGES])
-    return _frame(FrameKind.RESEND, transfer, body)
+    return encode_frame(FrameKind.RESEND, transfer, body)
 
 
 def decode_resend(body: bytes) -> list[BlockRange]:
@@ -362,17 +393,17 @@ def decode_resend(body: bytes) -> list[BlockRange]:
 
 def encode_cancel(transfer: int) -> bytes:
     """CANCEL: the decode worker does not want this transfer any more."""
-    return _frame(FrameKind.CANCEL, transfer)
+    return encode_frame(FrameKind.CANCEL, transfer)
 
 
 def encode_release(transfer: int) -> bytes:
     """RELEASE: everything has arrived; the prefill worker may use the blocks again."""
-    return _frame(FrameKind.RELEASE, transfer)
+    return encode_frame(FrameKind.RELEASE, transfer)
 
 
 def encode_attach(transfer: int, num_blocks: int) -> bytes:
     """Join the order that was or will be given under the same number to the first rank of the prefill group."""
-    return _frame(FrameKind.ATTACH, transfer, _ATTACH.pack(num_blocks))
+    return encode_frame(FrameKind.ATTACH, transfer, _ATTACH.pack(num_blocks))
 
 
 def decode_attach(body: bytes) -> int:
@@ -387,7 +418,7 @@ def decode_attach(body: bytes) -> int:
 
 def encode_heartbeat(progress: int) -> bytes:
     """HEARTBEAT with the number of steps that this worker's engine has made."""
-    return _frame(FrameKind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
+    return encode_frame(FrameKind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
 
 
 def decode_heartbeat(body: bytes) -> int:

@@ -100,6 +100,10 @@ class GenerationRequest:
     """Separates tenants in the prefix cache."""
     prefill_endpoints: tuple[str, ...] = ()
     """`host:port` of prefill workers' KV ports, best first; empty: prefill here."""
+    kv_source: str = ""
+    """`host:port` of the KV port of a worker that has computed a part of the prompt; empty: none is known."""
+    kv_source_tokens: int = 0
+    """How much of it, about; 0: nobody knows."""
     prompt_logprobs: int | None = None
     """Wanted logprobs of prompt tokens (`echo`); such a prompt bypasses prefix cache hits."""
     pooling: Pooling | None = None

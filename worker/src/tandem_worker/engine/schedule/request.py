@@ -61,6 +61,9 @@ class Request:
     priority: float = 0
     cache_salt: str = ""
     endpoints: tuple[str, ...] = ()
+    kv_source: str = ""
+    """As in `GenerationRequest`, and the next."""
+    kv_source_tokens: int = 0
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     serves_peer: bool = False

@@ -276,6 +276,10 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._enqueue(sequence)
 
+    def give_back(self, blocks: tuple[int, ...]) -> None:
+        """Let go of named blocks that were held for who copies them."""
+        self.blocks.release(blocks, (), self._clock())
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self, max_tokens: int | None = None) -> StepPlan:

@@ -18,6 +18,8 @@ from tandem_worker.engine.errors import EngineStoppedError, RequestError
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
 MAX_PREFILL_ENDPOINTS = 8
+MAX_KV_SOURCE = 300
+_KV_SOURCE = re.compile(r"([A-Za-z0-9_.\-\[\]:]+:\d{1,5})(?:; ?tokens=(\d{1,9}))?")
 MAX_STEP_SECONDS = 60.0
 
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -107,6 +109,22 @@ def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
             param=names.HEADER_PREFILL,
         )
     return endpoints
+
+
+def read_kv_source(scope: Scope) -> tuple[str, int]:
+    """The worker that has blocks of this prompt, and how many tokens of it, as the gateway says; empty: it names none.
+    Raises RequestError."""
+    value = header(scope, names.HEADER_KV_SOURCE)
+    if value is None:
+        return "", 0
+    found = _KV_SOURCE.fullmatch(value.strip())
+    if found is None or len(found[1]) > MAX_KV_SOURCE:
+        raise RequestError(
+            f"The header {names.HEADER_KV_SOURCE} must be one host:port of at most {MAX_KV_SOURCE} characters, and may "
+            "say behind ;tokens= how many tokens are there, for example 10.0.0.7:7000;tokens=4096.",
+            param=names.HEADER_KV_SOURCE,
+        )
+    return found[1], int(found[2] or 0)
 
 
 def read_step_seconds(scope: Scope) -> float | None:

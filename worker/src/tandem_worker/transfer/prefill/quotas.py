@@ -20,6 +20,7 @@ NAMES_PER_HOST = 8
 """Pods that may share an address at no cost. Of more, each counts as one of so many that have ordered all of it."""
 URGENT_SECONDS = 30.0
 """In this time as many tokens as the block space holds may get ahead of others by their priority."""
+FETCHED_SECONDS = 4.0
 FIRST_FRAMES = 64
 _BYTES_PER_FRAME = 4096
 
@@ -32,6 +33,9 @@ class Quota(StrEnum):
     TOKENS = "tokens"
     ATTACHMENTS = "attachments"
     RESENDS = "resends"
+    FETCHES = "fetches"
+    FETCHED = "fetched"
+    """Tokens of blocks that were asked for by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,11 @@ class Quotas:
     attachments: int = 4096
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
+    fetches: int = 32
+    """Of blocks by name, at a time: each has a buffer. What is refused is computed where it is wanted."""
+    fetches_per_session: int = 4
+    fetched_tokens: int = _FEW_TOKENS
+    """Tokens of blocks that one pod may ask for at once after silence, and again in every `FETCHED_SECONDS`."""
     frames_per_second: float = 2000.0
     """Frames of one pod (without keys: of one address), all its connections together; a frame counts again for every 4
     KiB. An order takes two frames, a thousand tokens of it another. Who sends more is not read from for a while."""
@@ -67,6 +76,7 @@ class Quotas:
             tokens=max(4 * num_slots, 2 * _FEW_TOKENS),
             tokens_per_session=max(2 * num_slots, _FEW_TOKENS),
             fair_tokens=num_slots,
+            fetched_tokens=max(num_slots, _FEW_TOKENS),
         )
 
 
@@ -113,6 +123,9 @@ class Ledger:
         self._urgent = Bucket(quotas.fair_tokens / URGENT_SECONDS, quotas.fair_tokens, quotas.fair_tokens, clock())
         self._buckets: dict[tuple[str, str], Bucket] = {}
         """Buckets of every owner of connections."""
+        self._fetched: dict[tuple[str, str], Bucket] = {}
+        """What each may ask for by name."""
+        self._fetches = 0
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
 
@@ -147,11 +160,13 @@ class Ledger:
             quotas = self.quotas
             first = min(FIRST_FRAMES, quotas.frames_at_once)
             self._buckets[owner] = Bucket(quotas.frames_per_second, quotas.frames_at_once, first, self._clock())
+            most = quotas.fetched_tokens
+            self._fetched[owner] = Bucket(most / FETCHED_SECONDS, most, most, self._clock())
 
     def _drop_owner(self, owner: tuple[str, str]) -> None:
         self._owners[owner] -= 1
         if not self._owners[owner]:
-            del self._owners[owner], self._buckets[owner]
+            del self._owners[owner], self._buckets[owner], self._fetched[owner]
             self._tokens_of.pop(owner, None)
 
     def demotion(self, account: Account) -> float:
@@ -217,6 +232,26 @@ class Ledger:
                     raise self._refuse(quota, f"{everyone} {quota} would be open here, {most_of_all} are allowed")
             self._note(account, orders, tokens, attachments)
 
+    def add_fetch(self, account: Account, num_tokens: int) -> None:
+        """Raises QuotaError, and nothing is noted then. One that is larger than what a pod may ask for at once is taken
+        where that pod has asked for nothing lately."""
+        limits = self.quotas
+        with self._lock:
+            if account.fetches >= limits.fetches_per_session:
+                raise self._refuse(Quota.FETCHES, f"this connection has {account.fetches} fetches open already")
+            if self._fetches >= limits.fetches:
+                raise self._refuse(Quota.FETCHES, f"{self._fetches} fetches are open here already")
+            if not self._fetched[account.owner].try_take(num_tokens, self._clock()):
+                raise self._refuse(Quota.FETCHED, "this worker has asked for too many blocks of late")
+            account.fetches += 1
+            self._fetches += 1
+
+    def remove_fetch(self, account: Account) -> None:
+        """It has ended."""
+        with self._lock:
+            account.fetches -= 1
+            self._fetches -= 1
+
     def remove(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
         """Give back what `add` took for this connection."""
         with self._lock:
@@ -226,6 +261,8 @@ class Ledger:
         """The connection has ended."""
         with self._lock:
             self._note(account, -account.orders, -account.tokens, -account.attachments)
+            self._fetches -= account.fetches
+            account.fetches = 0
             self._drop_owner(account.owner)
             if account.name is not None:
                 names = self._names_at[account.host]
@@ -255,7 +292,7 @@ class Account:
         self.ledger, self.owner, self.host, self.proven = ledger, owner, host, proven
         self.name: str | None = None
         """The name of its pod, where that was proven."""
-        self.orders = self.tokens = self.attachments = 0
+        self.orders = self.tokens = self.attachments = self.fetches = 0
 
     def identify(self, worker: str) -> None:
         """Raises QuotaError."""
@@ -284,6 +321,14 @@ class Account:
     def return_attachment(self) -> None:
         """Give back what `take_attachment` took."""
         self.ledger.remove(self, 0, 0, 1)
+
+    def take_fetch(self, num_tokens: int) -> None:
+        """Raises QuotaError."""
+        self.ledger.add_fetch(self, num_tokens)
+
+    def return_fetch(self) -> None:
+        """Give back what `take_fetch` took."""
+        self.ledger.remove_fetch(self)
 
     def close(self) -> None:
         """The connection has ended: give back everything that it still holds."""

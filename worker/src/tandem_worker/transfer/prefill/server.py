@@ -26,6 +26,7 @@ from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.errors import QuotaError, TransferError
+from tandem_worker.transfer.fetches import BlockShelf
 from tandem_worker.transfer.messages import Message, decode_message, encode_message
 from tandem_worker.transfer.prefill.outbox import Outbox
 from tandem_worker.transfer.prefill.outgoing import SessionTotals
@@ -55,9 +56,12 @@ class TcpPrefillServer:
         ring: Callable[[], KeyRing] = open_ring,
         vitals: Vitals | None = None,
         quotas: Quotas | None = None,
+        shelf: BlockShelf | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`engine` is None on ranks that follow, `group` is the first rank's way to them.
+        """`engine` is None on ranks that follow, `group` is the first rank's way to them. `engine` is None too of a
+        worker that takes no orders and only gives away what it has computed, which is on its `shelf`; None: it gives
+        nothing away.
 
         Of a group, `identity.ranks` names every rank, the same way on all of them. `ring` gives the keys that are good
         now: who does not prove one is not let in.
@@ -72,7 +76,7 @@ class TcpPrefillServer:
         self._ring, self._vitals = ring, vitals or Vitals()
         self._ledger = Ledger(quotas or Quotas.of(space.num_slots))
         self._totals = SessionTotals()
-        self._tracer = tracer
+        self._tracer, self._shelf = tracer, shelf
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._numbers = itertools.count(1)
@@ -167,6 +171,7 @@ class TcpPrefillServer:
             account=account,
             timeouts=self._timeouts,
             on_closed=self._forget,
+            shelf=self._shelf,
             tracer=self._tracer,
         )
         with self._lock:

@@ -26,6 +26,8 @@ from tandem_worker.transfer.channel import Channel, Waker, configure
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
+from tandem_worker.transfer.fetches import BlockShelf, decode_fetch
+from tandem_worker.transfer.prefill.fetching import FetchDesk
 from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
 from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
 from tandem_worker.transfer.prefill.quotas import Account, Quota
@@ -35,7 +37,11 @@ from tandem_worker.transfer.slicing import Piece, agree
 
 logger = logging.getLogger(__name__)
 
-_FROM_DECODE = frozenset({FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND, FrameKind.RELEASE, FrameKind.CANCEL})
+_FROM_DECODE = frozenset(
+    {
+        FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND, FrameKind.RELEASE, FrameKind.CANCEL, FrameKind.FETCH,
+    }
+)  # fmt: skip
 _HELLO = frozenset({FrameKind.HELLO})
 _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
@@ -64,10 +70,12 @@ class Session:
         account: Account,
         timeouts: TransferTimeouts,
         on_closed: Callable[[Session], None],
+        shelf: BlockShelf | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` is the one that takes orders; ranks that follow have none and are attached to.
+        """`engine` is the one that takes orders; ranks that follow have none and are attached to, and neither have
+        workers that only give away what is on their `shelf`.
 
         Raises OSError where the system has no descriptor for it, TransferError when the peer is gone already.
         """
@@ -110,6 +118,7 @@ class Session:
         self._frame_bytes = 0
         self._frame_of: Outgoing | None = None
         """Traced, and the one whose frame leaves."""
+        self._fetches = FetchDesk(shelf, account, space.layout.block_size, self._waker.wake, clock)
         self._channel = Channel(sock, self._waker, self, clock)
         self._thread: threading.Thread | None = None
 
@@ -240,6 +249,13 @@ class Session:
         if header.kind is FrameKind.ATTACH:
             self._take_attachment(header.transfer, protocol.decode_attach(body))
             return
+        if header.kind is FrameKind.FETCH:
+            refusal = self._fetches.take(decode_fetch(body, header.transfer))
+            if refusal is not None:
+                self._channel.say(refusal)
+            return
+        if header.kind is FrameKind.CANCEL and self._fetches.cancel(header.transfer):
+            return
         outgoing = self._orders.get(header.transfer)
         if outgoing is None:
             self._num_strays += 1
@@ -260,7 +276,7 @@ class Session:
         refusal = "draining" if self._draining() else None
         priority = self._account.place(order.priority, len(order.token_ids))
         if self._engine is None:
-            refusal = "this rank takes no orders: the first rank of its group does"
+            refusal = "this rank takes no orders: first ranks of prefill workers do"
         elif refusal is None:
             refusal = self._open_order(transfer, len(order.token_ids))
         if self._engine is None or refusal is not None:
@@ -349,6 +365,7 @@ class Session:
         self._waker.close()
         with self._totals.lock:
             self._totals.failures += len(self._transfers)
+        self._fetches.close()
         for outgoing in list(self._orders.values()):
             self._give_up(outgoing, abort=True)
         for queue in (self._reported, self._to_send, self._to_finish):
@@ -391,8 +408,13 @@ class Session:
             if now >= self._handshake_deadline:
                 raise TransferError(f"no hello within {self._timeouts.handshake:g} s")
             return self._handshake_deadline - now
+        for frame in self._fetches.expire(now):
+            if self._channel.has_output:  # which would keep a buffer here for as long as the peer likes
+                raise TransferError("the peer does not take the blocks that it has asked for")
+            self._channel.say(frame)
+        soon = self._fetches.next_check(now)
         if not self._orders:
-            return None
+            return soon
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._timeouts.heartbeat
             self._check_orders(now)
@@ -402,7 +424,8 @@ class Session:
                 self._channel.say(protocol.encode_start(self._begun.pop()))
             steps = 0 if self._engine is None else self._engine.stats().steps_total
             self._channel.say(protocol.encode_heartbeat(steps))
-        return self._next_heartbeat - now
+        due = self._next_heartbeat - now
+        return due if soon is None else min(due, soon)
 
     def _check_orders(self, now: float) -> None:
         for outgoing in list(self._orders.values()):
@@ -429,7 +452,7 @@ class Session:
             if self._orders.get(outgoing.transfer) is outgoing and outgoing.done is not None:
                 outgoing.sent_at = self._clock()
                 return [protocol.encode_done(outgoing.transfer, outgoing.done)]
-        return None
+        return self._fetches.next_frame()
 
     def _blocks_frame(self, ready: ReadyBlocks) -> Sequence[bytes | memoryview]:
         """The first blocks of `ready` that fit one frame; the rest stays at the head of the queue."""

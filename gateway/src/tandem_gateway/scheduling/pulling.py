@@ -1,0 +1,74 @@
+"""Blocks that a worker brings from another one instead of computing them: who is named for that, and what it costs.
+
+Workers tell at which rate such blocks come. To who computes prompts slowly, or has a fast network, a token that is
+brought costs next to nothing; where computing is as fast nobody is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import islice
+
+from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.pool import Pool
+from tandem_gateway.scheduling.shared import SharedPrefix
+
+COPY_WEIGHT = 0.25
+"""Cost of a token that is brought, in computed ones, beside its time: a second copy pushes another out of a cache, from
+where that may be brought in turn."""
+USUAL_WEIGHT = 0.25
+"""Its time, in that of a computed one, until a worker has told its rate."""
+MIN_TOKENS = 256
+"""Fewer are not worth asking for."""
+_MAX_SHARERS = 8
+
+
+def weigh_time(endpoint: Endpoint) -> float:
+    """What a token that this worker brings takes, in the time that it computes one."""
+    rate, speed = endpoint.pull_rate, endpoint.speed.value
+    return speed / rate if rate and speed else USUAL_WEIGHT
+
+
+def find_source(
+    pools: tuple[Pool, Pool],
+    cached: Mapping[Endpoint, int],
+    shared: SharedPrefix | None,
+    shared_tokens: int,
+    excluded: Collection[str],
+) -> tuple[Endpoint, int] | None:
+    """Who of these pools has most of the prompt and gives it away, and how many tokens; None: nobody has enough.
+    O(1): what many share has many holders, of whom a few are looked at."""
+    best: Endpoint | None = None
+    most = MIN_TOKENS - 1
+    for endpoint, tokens in cached.items():
+        if tokens > most and _gives(endpoint, pools, excluded):
+            best, most = endpoint, tokens
+    if best is None and shared is not None and shared_tokens > most:
+        for endpoint, holding in islice(shared.holders.items(), _MAX_SHARERS):
+            if _gives(endpoint, pools, excluded) and holding.alive():
+                return endpoint, shared_tokens
+    return None if best is None else (best, most)
+
+
+def _gives(endpoint: Endpoint, pools: tuple[Pool, Pool], excluded: Collection[str]) -> bool:
+    """Whether it may be named: it gives blocks away, is of the same build, and nothing speaks against it."""
+    gives = endpoint.pull_rate is not None and endpoint.level >= 0
+    return gives and endpoint.pool in pools and endpoint.worker.name not in excluded
+
+
+def weigh_pulls(
+    costs: dict[Endpoint, float], source: tuple[Endpoint, int] | None, prompt_tokens: int, weight: float
+) -> None:
+    """Lower the costs of candidates that had better bring what `source` has. `costs`: `weight` for every token that a
+    candidate lacks, and no queues yet."""
+    if source is None:
+        return
+    holder, held = source
+    rest = prompt_tokens - held
+    for endpoint, cost in costs.items():
+        if endpoint.pull_rate is None or endpoint is holder:
+            continue
+        missing = cost / weight - rest
+        time = weigh_time(endpoint)
+        if missing >= MIN_TOKENS and time < 1:
+            costs[endpoint] = min(cost, weight * max(0, rest) + missing * (time + COPY_WEIGHT))

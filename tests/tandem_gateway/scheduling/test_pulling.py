@@ -1,0 +1,136 @@
+"""Who is named to have a part of a prompt, and when it is brought from there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_api.names import Role
+from tandem_gateway.scheduling import Choice, Demand, Scheduler, describe_choice
+
+from tests.tandem_gateway.scheduling.fleet import D, P, make_chain, make_demand, make_scheduler, make_worker, serve
+
+CHAIN = make_chain(1, 16)
+"""4,096 tokens."""
+
+
+def fleet(*names: str, rate: float | None = 20_000.0) -> Scheduler:
+    workers = [make_worker(name, P if name[0] == "p" else D, kv_address=f"{name}:7000") for name in names]
+    scheduler = make_scheduler(*workers)
+    for name in names:
+        tell(scheduler, name, rate)
+    return scheduler
+
+
+def tell(scheduler: Scheduler, name: str, rate: float | None, speed: float = 2000.0) -> None:
+    endpoint = scheduler.endpoints[name]
+    scheduler.observe(endpoint, 0.0, queued_tokens=0, pull_rate=rate)
+    endpoint.speed.value = speed
+
+
+def ask(scheduler: Scheduler, demand: Demand | None = None, excluded: frozenset[str] = frozenset()) -> Choice:
+    choice = scheduler.choose(demand or make_demand(4200, prefix=CHAIN), 1.0, excluded)
+    assert choice is not None
+    assert choice.uncached_tokens + choice.cached_tokens == 4200
+    return choice
+
+
+def load(scheduler: Scheduler, name: str, tokens: int) -> None:
+    scheduler.endpoints[name].charge(tokens, 0)
+
+
+def test_a_hot_session_spills_with_its_cache() -> None:
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    (other,) = {"d1", "d2"} - {warm}
+    load(scheduler, warm, 8000)
+    choice = ask(scheduler)
+    assert (choice.decode.worker.name, choice.source) == (other, scheduler.endpoints[warm])
+    assert (choice.pulled_tokens, choice.uncached_tokens, choice.known_tokens) == (4096, 104, 4096)
+    told = describe_choice(choice)
+    assert (told["source"], told["pulledTokens"]) == (warm, 4096)
+
+
+def test_who_has_it_and_nothing_to_do_keeps_it() -> None:
+    scheduler = fleet("d1", "d2", "d3")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    choice = ask(scheduler)
+    assert (choice.decode.worker.name, choice.source, choice.pulled_tokens) == (warm, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "named"),
+    [(None, False), (0.0, True), (20_000.0, True), (2_100.0, True), (1_900.0, False), (10.0, False)],
+)
+def test_nobody_is_named_where_computing_is_as_fast(rate: float | None, named: bool) -> None:
+    scheduler = fleet("d1", "d2", rate=rate)
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 50_000)
+    choice = ask(scheduler)
+    assert choice.decode.worker.name != warm
+    assert (choice.source is not None) is named
+    assert choice.cached_tokens == (4096 if named else 0)
+
+
+def test_a_prefill_worker_brings_what_a_decode_worker_has() -> None:
+    scheduler = fleet("p1", "p2", "d1")
+    warm = serve(scheduler, make_demand(4200, prefix=CHAIN))[1]
+    scheduler.endpoints[warm].evicted_until = 5.0  # it has forgotten, the decode worker has not
+    choice = ask(scheduler)
+    assert choice.prefill
+    assert choice.source is scheduler.endpoints["d1"]
+
+
+def test_who_is_out_or_of_another_build_or_excluded_is_not_named() -> None:
+    scheduler = fleet("d1", "d2", "d3")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 50_000)
+    assert ask(scheduler).source is not None
+    assert ask(scheduler, excluded=frozenset({warm})).source is None
+    pool = scheduler.endpoints[warm].pool
+    assert pool is not None
+    pool.bar(scheduler.endpoints[warm])
+    assert ask(scheduler).source is None
+    other = make_scheduler(
+        make_worker("old", revision="r1", kv_address="old:7000"),
+        make_worker("new", revision="r2", kv_address="new:7000"),
+    )
+    tell(other, "old", 20_000.0)
+    tell(other, "new", 20_000.0)
+    (warm,) = serve(other, make_demand(4200, prefix=CHAIN))
+    load(other, warm, 1 << 30)
+    choice = ask(other)
+    assert choice.decode.worker.name != warm
+    assert choice.source is None
+
+
+def test_without_a_kv_port_nobody_pulls() -> None:
+    scheduler = make_scheduler(make_worker("d1"), make_worker("d2"))
+    tell(scheduler, "d1", 20_000.0)
+    assert scheduler.endpoints["d1"].pull_rate is None
+
+
+@given(
+    loads=st.lists(st.integers(0, 200_000), min_size=3, max_size=3),
+    rates=st.lists(st.sampled_from([None, 0.0, 100.0, 5e4]), min_size=3, max_size=3),
+    split=st.booleans(),
+)
+def test_whoever_is_named_has_more_and_is_not_who_computes(
+    loads: list[int], rates: list[float | None], split: bool
+) -> None:
+    names = ("p1", "p2", "d1") if split else ("d1", "d2", "d3")
+    scheduler = fleet(*names)
+    serve(scheduler, make_demand(4200, prefix=CHAIN))
+    for name, tokens, rate in zip(names, loads, rates, strict=True):
+        tell(scheduler, name, rate)
+        load(scheduler, name, tokens)
+    choice = ask(scheduler)
+    computing = choice.prefill[0] if choice.prefill else choice.decode
+    if choice.source is None:
+        assert choice.pulled_tokens == 0
+        return
+    assert choice.source is not computing
+    assert choice.source.pull_rate is not None
+    assert computing.pull_rate is not None
+    assert 256 <= choice.pulled_tokens <= choice.cached_tokens
+    assert choice.source.worker.role in (Role.DECODE, Role.PREFILL)

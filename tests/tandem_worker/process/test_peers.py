@@ -1,0 +1,83 @@
+"""Worker processes that give each other what they have computed: the same tokens as one process, less computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tandem_worker.process.conftest import WorkerProcess, await_ready
+from tests.tandem_worker.process.test_disaggregated import oracle, prompt_of
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    workers: SimpleNamespace, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """Two that do all themselves, a prefill and a decode worker: all give away what they have."""
+    folder = tmp_path_factory.mktemp("peers")
+    with ExitStack() as stack:
+
+        def start(role: str, name: str) -> WorkerProcess:
+            own = folder / name
+            own.mkdir()
+            kv = {"memoryBytes": 32 << 20, "peers": True}
+            return stack.enter_context(workers.run(own, role, tiny_model, kv=kv))
+
+        roles = {"one": "unified", "two": "unified", "prefill": "prefill", "decode": "decode"}
+        started = {name: start(role, name) for name, role in roles.items()}
+        yield SimpleNamespace(model=tiny_model, **{name: await_ready(worker) for name, worker in started.items()})
+
+
+def ask(worker: WorkerProcess, prompt: list[int], **options: object) -> tuple[list[int], int]:
+    """Tokens, and how many of the prompt were not computed."""
+    answer = worker.complete(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True, **options)
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_one_worker_has_computed_another_need_not(fleet: SimpleNamespace) -> None:
+    prompt = prompt_of(300, seed=1)
+    tokens, _ = ask(fleet.one, prompt)
+    assert ask(fleet.two, prompt, source=fleet.one.kv) == (tokens, 288)
+    assert tokens == oracle(fleet.model, prompt, 8)
+    read = fleet.two.metric("tandem_worker_kv_tier_tokens_total", tier="peer", direction="read")
+    assert read == fleet.one.metric("tandem_worker_kv_tier_tokens_total", tier="peer", direction="written") == 288
+
+
+def test_a_decode_worker_brings_what_is_nearly_all_and_a_prefill_worker_what_is_not(fleet: SimpleNamespace) -> None:
+    def count_read(worker: WorkerProcess) -> float:
+        return worker.metric("tandem_worker_kv_tier_tokens_total", tier="peer", direction="read")
+
+    prompt = prompt_of(400, seed=2)
+    answer, _ = ask(fleet.one, prompt)
+    assert ask(fleet.decode, prompt, prefill=fleet.prefill.kv, source=f"{fleet.one.kv};tokens=400") == (answer, 384)
+    assert (count_read(fleet.decode), count_read(fleet.prefill)) == (384, 0)
+    longer = prompt_of(200, seed=3) + prompt_of(400, seed=4)
+    ask(fleet.one, longer[:200])
+    tokens, cached = ask(fleet.decode, longer, prefill=fleet.prefill.kv, source=fleet.one.kv)
+    assert (tokens, cached) == (oracle(fleet.model, longer, 8), 192)
+    assert (count_read(fleet.decode), count_read(fleet.prefill)) == (384, 192)
+
+
+def test_what_a_decode_worker_has_answered_need_not_be_computed_either(fleet: SimpleNamespace) -> None:
+    prompt = prompt_of(90, seed=7)
+    answer = fleet.decode.complete(prompt, max_tokens=200, ignore_eos=True, return_token_ids=True)
+    turn = [*prompt, *answer["choices"][0]["token_ids"], *prompt_of(400, seed=8)]
+    tokens, cached = ask(fleet.one, turn, source=fleet.decode.kv)
+    assert (tokens, 0) == ask(fleet.two, turn)
+    assert cached == 288
+
+
+def test_a_worker_that_is_not_there_is_done_without(fleet: SimpleNamespace, workers: SimpleNamespace) -> None:
+    prompt = prompt_of(200, seed=6)
+    assert ask(fleet.two, prompt, source=f"127.0.0.1:{workers.free_port()}") == (oracle(fleet.model, prompt, 8), 0)
+
+
+def test_what_is_no_address_is_refused_in_words(fleet: SimpleNamespace) -> None:
+    with pytest.raises(AssertionError, match="x-tandem-kv-source must be one host:port"):
+        ask(fleet.two, [1, 2, 3], source="10.0.0.7:7000, 10.0.0.8:7000")

@@ -1,0 +1,192 @@
+"""Whatever a holder does, no stream fails and no token is another; what was damaged is found and counted."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from tandem_worker.tiers import peer_link
+
+from tests.tandem_worker.engine.history_model import greedy_answer
+from tests.tandem_worker.tiers import peer_rig
+from tests.tandem_worker.tiers.peer_rig import SLOT_BYTES, Middle, PeerRig
+from tests.tandem_worker.tiers.rig import wait_until
+from tests.tandem_worker.tiers.test_peers import MakePeer, make_peer, make_prompt
+
+__all__ = ["make_peer"]
+
+HEAD_BYTES = 36
+"""Before the blocks of a frame, of which there are two."""
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at a time."""
+    monkeypatch.setattr("tandem_worker.tiers.wire.PIECE_BYTES", 2 * SLOT_BYTES)
+
+
+@contextmanager
+def between(holder: PeerRig, alter: Callable[[bytes, int], bytes | None]) -> Iterator[Middle]:
+    middle = Middle(holder, alter)
+    try:
+        yield middle
+    finally:
+        middle.close()
+
+
+def flip_at(place: int) -> Callable[[bytes, int], bytes]:
+    def alter(data: bytes, offset: int) -> bytes:
+        if not offset <= place < offset + len(data):
+            return data
+        flipped = bytearray(data)
+        flipped[place - offset] ^= 1 << place % 8
+        return bytes(flipped)
+
+    return alter
+
+
+def test_a_flipped_bit_is_found_counted_and_computed_again(make_peer: MakePeer) -> None:
+    """The blocks before it stay."""
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    for number, block in enumerate((0, 3, 9)):
+        # A prompt of its own in each round, which shares nothing.
+        prompt = make_prompt(10 + number)
+        answer = holder.run(f"a{number}", prompt)
+        with between(holder, flip_at(HEAD_BYTES + 4096 + block * (SLOT_BYTES + HEAD_BYTES // 2) + number)) as middle:
+            assert puller.run(f"b{number}", prompt, kv_source=middle.endpoint) == answer == greedy_answer(prompt, 8)
+            assert puller.cached(f"b{number}") == block * 4
+        assert puller.source.stats().integrity_failures == number + 1
+    assert puller.source.stats().tokens_read > 0
+
+
+def test_a_holder_that_dies_in_the_middle_is_done_without(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    cut = 5 * SLOT_BYTES
+
+    def alter(data: bytes, offset: int) -> bytes | None:
+        return data if offset + len(data) < cut else data[: max(0, cut - offset)] or None
+
+    with between(holder, alter) as middle:
+        assert puller.run("b", prompt, kv_source=middle.endpoint) == answer
+    assert 8 <= puller.cached("b") < 40
+    wait_until(lambda: holder.engine._scheduler.blocks.num_held == 0)
+
+
+def test_a_frozen_holder_costs_a_tenth_and_is_left_alone(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(), make_peer(prefill_rate=400.0)  # 100 ms for 40 tokens: cut after 20 ms
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    thaw = threading.Event()
+
+    def alter(data: bytes, offset: int) -> bytes:
+        thaw.wait(10)
+        return data
+
+    with between(holder, alter) as middle:
+        began = time.monotonic()
+        assert puller.run("b", prompt, kv_source=middle.endpoint) == answer
+        assert time.monotonic() - began < 5
+        assert puller.source.stats().loads_cut == 1
+        other = make_prompt(2)
+        assert puller.run("c", other, kv_source=middle.endpoint) == greedy_answer(other, 8)
+        assert puller.source.stats().loads_cut == 1  # nobody has asked it again
+        assert middle.connections == 1
+        thaw.set()
+    wait_until(lambda: holder.engine._scheduler.blocks.num_held == 0)
+
+
+def test_a_late_one_is_cut_and_what_has_come_stays(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(), make_peer(prefill_rate=400.0)
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    stop = threading.Event()
+
+    def alter(data: bytes, offset: int) -> bytes:
+        if offset + len(data) > 5 * SLOT_BYTES:
+            stop.wait(10)
+        return data
+
+    with between(holder, alter) as middle:
+        assert puller.run("b", prompt, kv_source=middle.endpoint) == answer
+        assert puller.source.stats().loads_cut == 1
+        stop.set()
+    assert puller.cached("b") in (8, 16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_holder_that_talks_nonsense(make_peer: MakePeer, seed: int) -> None:
+    rng = random.Random(seed)
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(seed)
+    answer = holder.run("a", prompt)
+
+    def alter(data: bytes, offset: int) -> bytes:
+        return rng.randbytes(len(data))
+
+    with between(holder, alter) as middle:
+        assert puller.run("b", prompt, kv_source=middle.endpoint) == answer
+    assert puller.cached("b") == 0
+    assert puller.source.stats().integrity_failures == 1
+
+
+def test_a_holder_that_is_closed_ends_nothing_but_its_gifts(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(), make_peer()
+    first, second = make_prompt(1), make_prompt(2)
+    holder.run("a", first)
+    holder.run("b", second)
+    assert puller.run("c", first, kv_source=holder.kv) == greedy_answer(first, 8)
+    holder.server.close()
+    assert puller.run("d", second, kv_source=holder.kv) == greedy_answer(second, 8)
+    assert (puller.cached("c"), puller.cached("d")) == (40, 0)
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(1)
+    holder.run("a", prompt)
+    gate = threading.Event()
+
+    def alter(data: bytes, offset: int) -> bytes:
+        gate.wait(10)
+        return data
+
+    with between(holder, alter) as middle:
+        puller.submit("b", prompt, kv_source=middle.endpoint)
+        wait_until(lambda: bool(puller.engine._scheduler.loading))
+        puller.engine.abort("b")
+        puller.wait()
+        gate.set()
+    assert puller.engine._scheduler.blocks.num_held == 0
+    assert puller.run("c", prompt) == greedy_answer(prompt, 8)
+
+
+def test_who_has_failed_is_asked_again_after_a_while() -> None:
+    record = peer_link.PeerRecord()
+    pauses = []
+    for _ in range(9):
+        record.note_failure("gone", 100.0)
+        pauses.append(record.retry_at - 100.0)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    record.note_success()
+    record.note_failure("gone", 200.0)
+    assert record.retry_at == 201.0
+
+
+@pytest.mark.parametrize(
+    ("measured_at", "usual", "seconds"),
+    [(float("-inf"), None, 0.0), (float("-inf"), 1e6, 1.0), (30.0, 1e6, 0.5 + 4.0), (-70.0, 1e6, 1.0)],
+)
+def test_what_is_measured_counts_for_a_minute(measured_at: float, usual: float | None, seconds: float) -> None:
+    record = peer_link.PeerRecord()
+    record.meter.observe(500_000, 1.0)
+    record.latency, record.measured_at, record.queued_bytes = 0.5, measured_at, 1_000_000
+    assert record.predict(1_000_000, usual, 40.0) == seconds
+    assert peer_rig.KEY.shard == "whole"

@@ -1,0 +1,96 @@
+"""Loads under way: how far each has come, and when it is late. Any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem_worker.engine.tiers import LoadOrder, TierEngine
+from tandem_worker.tiers.policy import cut_after
+from tandem_worker.tiers.stats import Counters
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    order: LoadOrder
+    began: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while blocks are written, which are not any more once it has ended."""
+    valid: int = 0
+    """Leading blocks that are in memory."""
+    ended: bool = False
+    cancelled: bool = False
+    """It has ended because nobody wants it."""
+
+    @property
+    def cut_at(self) -> float:
+        return self.began + cut_after(self.valid, len(self.order.names), self.order.seconds_per_block)
+
+
+class LoadBook:
+    """Every load ends once: with all that is wanted, with what can be had, cut, or cancelled."""
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters, self._clock = counters, clock
+        self._loads: dict[int, Load] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self.engine: TierEngine | None = None
+
+    def open(self, order: LoadOrder) -> Load:
+        """Its time begins."""
+        load = Load(order, self._clock())
+        with self._changed:
+            self._loads[order.load] = load
+            self._changed.notify_all()
+        return load
+
+    def cancel(self, number: int) -> Load | None:
+        """When this returns nothing of the load is written any more."""
+        with self._changed:
+            load = self._loads.pop(number, None)
+        if load is not None:
+            with load.lock:
+                load.ended = load.cancelled = True
+        return load
+
+    def end(self, load: Load, *, cut: bool = False) -> None:
+        """What is there stays. One that has ended is left alone."""
+        with load.lock:
+            if load.ended:
+                return
+            load.ended = True
+            valid = load.valid
+        with self._changed:
+            self._loads.pop(load.order.load, None)
+        if cut:
+            self._counters.count_cut()
+        self._counters.count_loaded(valid)
+        assert self.engine is not None, "the tier is joined with the engine before a load"
+        self.engine.load_ended(load.order.load, valid)
+
+    def cut_late(self, idle_seconds: float) -> list[Load]:
+        """Sleep until a load may be late or one begins, so long at most; then cut what is late."""
+        with self._changed:
+            if self._closed:
+                return []
+            due = min((load.cut_at for load in self._loads.values()), default=None)
+            pause = idle_seconds if due is None else min(idle_seconds, due - self._clock())
+            if pause > 0:
+                self._changed.wait(pause)
+            now = self._clock()
+            late = [load for load in self._loads.values() if load.cut_at <= now]
+        for load in late:
+            self.end(load, cut=True)
+        return late
+
+    def close(self) -> None:
+        """Loads end with what is there."""
+        with self._changed:
+            self._closed = True
+            loads = list(self._loads.values())
+            self._changed.notify_all()
+        for load in loads:
+            self.end(load)
