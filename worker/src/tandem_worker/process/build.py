@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
+    from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ class _Start:
             step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
-            step("client", "opening the KV client", self._open_client, "libraries"),
+            step("transports", "opening the KV transports", self._open_transports, "libraries"),
+            step("client", "opening the KV client", self._open_client, "transports"),
             step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
             step(
                 *("engine", "allocating the KV cache", self._build_engine),
@@ -130,7 +132,7 @@ class _Start:
             step("warm_up", "warming up", _warm_up, "engine", "weights", "tier"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
-                *("engine", "client", "digest", "seat", "warm_up"),
+                *("engine", "client", "digest", "seat", "transports", "warm_up"),
             ),
             step(
                 *("worker", "building the application", self._build_worker),
@@ -264,12 +266,25 @@ class _Start:
 
         return observe_generation(path, tokenizer, self._config.generation_settings)
 
-    def _open_client(self, _: None) -> TcpPrefillClient | None:
-        from tandem_worker.transfer.decode.client import TcpPrefillClient
+    def _open_transports(self, _: None) -> Transports | None:
+        """What `spec.kv.transport` asks for, where this role moves blocks."""
+        if self._config.role is Role.UNIFIED:
+            return None  # and nothing of it is imported
+        from tandem_worker.transfer.transports import open_transports
 
+        return open_transports(self._config.kv, self._pod.pod_ip)
+
+    def _open_client(self, transports: Transports | None) -> TcpPrefillClient | None:
         if self._config.role is not Role.DECODE:
             return None
-        return TcpPrefillClient(verify=self._config.kv.verify, ring=self._runtime.peers, vitals=self._runtime.vitals)
+        from tandem_worker.transfer.decode.client import TcpPrefillClient
+
+        return TcpPrefillClient(
+            verify=self._config.kv.verify,
+            ring=self._runtime.peers,
+            vitals=self._runtime.vitals,
+            transports=transports,
+        )
 
     def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
         """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
@@ -329,9 +344,10 @@ class _Start:
         client: TcpPrefillClient | None,
         digest: str,
         seat: GroupSeat | None,
+        transports: Transports | None,
         _: None,
     ) -> TcpPrefillServer | None:
-        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat)
+        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat, transports)
 
     def _build_worker(
         self,
@@ -479,14 +495,15 @@ def _connect_transport(
     runtime: Runtime,
     digest: str,
     seat: GroupSeat | None,
+    transports: Transports | None,
 ) -> TcpPrefillServer | None:
+    if config.role not in {Role.PREFILL, Role.DECODE}:
+        return None
     from tandem_worker.group.transport import group_identity, start_server
     from tandem_worker.transfer.blocks import BlockSpace
     from tandem_worker.transfer.contract import Identity
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
-    if config.role not in {Role.PREFILL, Role.DECODE}:
-        return None
     leader = None
     if seat is None or seat.plan is None:
         space = BlockSpace(engine.kv_cache)
@@ -511,6 +528,7 @@ def _connect_transport(
         ring=runtime.peers,
         vitals=runtime.vitals,
         tracer=runtime.tracer,
+        transports=transports,
     )
     return start_server(server, config.kv.port)
 

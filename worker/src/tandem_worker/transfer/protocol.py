@@ -6,6 +6,8 @@ each under a random number (`transfer`) that it never uses again, and the prefil
     decode ── HELLO, PREFILL, ATTACH, RESEND, RELEASE, CANCEL ──▶ prefill
     decode ◀─ HELLO or REFUSED, START, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
 
+Where both ends have Mooncake's engine, GRANT gives an order slots, and LANDED stands in the place of BLOCKS.
+
 In groups the order goes from first rank to first rank. Every other pair of ranks that has something to move opens a
 connection of its own, on which the decode rank says ATTACH under the order's number. A connection moves the slice of
 each block that its two ranks have in common; layers are numbered as in the whole model.
@@ -36,12 +38,12 @@ from tandem_api.tracing import read_context
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.trace import Hop
 from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
-from tandem_worker.transfer.contract import Identity
+from tandem_worker.transfer.contract import Identity, Offer
 from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 4
+VERSION = 5
 
 _FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
@@ -86,6 +88,8 @@ class FrameKind(IntEnum):
     HEARTBEAT = 10
     ATTACH = 11
     START = 12
+    GRANT = 20
+    LANDED = 21
 
 
 MAX_BODY: Mapping[FrameKind, int] = {
@@ -101,6 +105,8 @@ MAX_BODY: Mapping[FrameKind, int] = {
     FrameKind.HEARTBEAT: _HEARTBEAT.size,
     FrameKind.ATTACH: _ATTACH.size,
     FrameKind.START: 0,
+    FrameKind.GRANT: 1 << 12,  # those of `mooncake.frames`
+    FrameKind.LANDED: 64 << 10,
 }
 
 
@@ -190,6 +196,7 @@ def encode_hello(identity: Identity) -> bytes:
             "layout": identity.layout,
             "shard": None if identity.shard is None else encode_shard(identity.shard),
             "ranks": encode_ranks(identity.ranks),
+            "offers": [[offer.transport, offer.protocol, offer.obstacle] for offer in identity.offers],
         }
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
@@ -211,6 +218,7 @@ def decode_hello(body: bytes) -> Identity:
             layout=str(fields["layout"]),
             shard=None if fields["shard"] is None else decode_shard(fields["shard"]),
             ranks=decode_ranks(fields["ranks"]),
+            offers=tuple(Offer(*map(str, offer)) for offer in fields.get("offers", ())),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TransferError("the peer's hello is not one of Tandem's KV transport") from error

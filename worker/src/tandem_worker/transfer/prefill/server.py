@@ -31,6 +31,7 @@ from tandem_worker.transfer.prefill.outbox import Outbox
 from tandem_worker.transfer.prefill.outgoing import SessionTotals
 from tandem_worker.transfer.prefill.quotas import Account, Ledger, Quotas
 from tandem_worker.transfer.prefill.session import Session
+from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class TcpPrefillServer:
         vitals: Vitals | None = None,
         quotas: Quotas | None = None,
         tracer: Tracer | None = None,
+        transports: Transports | None = None,
     ) -> None:
         """`engine` is None on ranks that follow, `group` is the first rank's way to them.
 
@@ -64,7 +66,8 @@ class TcpPrefillServer:
         """
         self._engine = engine
         self._space = space
-        self._identity = replace(identity, shard=space.shard)
+        self._transports = transports or Transports()
+        self._identity = replace(identity, shard=space.shard, offers=self._transports.offers)
         self._group = group
         self._outbox = Outbox(space, None if group is None else self._tell_followers)
         self._address = (host, port)
@@ -121,6 +124,11 @@ class TcpPrefillServer:
                 refusals={reason.value: refused[reason] for reason in Refusal},
                 integrity_failures=dict(totals.damage),
                 quota_refusals=self._ledger.refusals,
+                wanted=self._transports.policy.wanted,
+                transport=self._transports.last,
+                protocol=self._transports.protocol,
+                transports=self._transports.stats(),
+                fallback=self._transports.fallback,
             )
 
     def close(self) -> None:
@@ -168,6 +176,7 @@ class TcpPrefillServer:
             timeouts=self._timeouts,
             on_closed=self._forget,
             tracer=self._tracer,
+            transports=self._transports,
         )
         with self._lock:
             self._sessions.add(session)
