@@ -54,6 +54,10 @@ class Identity:
     """Prefill end: all ranks that hold an order's blocks, the first of which takes orders. Empty: the speaker alone."""
     offers: tuple[Offer, ...] = ()
     """Transports besides TCP, which every end has."""
+    instance: str = ""
+    """Prefill end: names the process whose Mooncake engines write; empty where it has none."""
+    unsettled: tuple[str, ...] = ()
+    """Prefill end: engines that something of this process may still write to."""
 
     def refusal(self, peer: Identity) -> str | None:
         """Why blocks of `peer` must not be mixed with ours; None when they may."""

@@ -197,6 +197,8 @@ def encode_hello(identity: Identity) -> bytes:
             "shard": None if identity.shard is None else encode_shard(identity.shard),
             "ranks": encode_ranks(identity.ranks),
             "offers": [[offer.transport, offer.protocol, offer.obstacle] for offer in identity.offers],
+            "instance": identity.instance,
+            "unsettled": identity.unsettled,
         }
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
@@ -218,7 +220,9 @@ def decode_hello(body: bytes) -> Identity:
             layout=str(fields["layout"]),
             shard=None if fields["shard"] is None else decode_shard(fields["shard"]),
             ranks=decode_ranks(fields["ranks"]),
-            offers=tuple(Offer(*map(str, offer)) for offer in fields.get("offers", ())),
+            offers=tuple(Offer(*map(str, offer)) for offer in fields["offers"]),
+            instance=str(fields["instance"]),
+            unsettled=tuple(map(str, fields["unsettled"])),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TransferError("the peer's hello is not one of Tandem's KV transport") from error

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _DEVICES = Path("/dev/infiniband")
 """What a device plugin gives a pod; `/sys` shows a node's devices to pods that have none."""
+_MOST_UNSETTLED = 64
 _LEFT_ALONE_SECONDS = 30.0
 """A peer that Mooncake could not reach is not tried again for so long."""
 
@@ -88,10 +90,24 @@ class Transports:
             raise TransferError("this worker has no landing for Mooncake")
         return self._landings.take(plan_slot_bytes(piece_bytes))
 
-    def leave(self, landing: Landing) -> None:
+    def leave(self, landing: Landing, peer: Identity) -> None:
         """Its connection has ended."""
         assert self._landings is not None, "it came from there"
-        self._landings.give_back(landing)
+        self._landings.give_back(landing, peer.instance)
+
+    def greet(self, peer: Identity) -> None:
+        """A prefill worker says HELLO: what it cannot write to any more may serve others."""
+        if self._landings is not None and peer.instance:
+            self._landings.settle(peer.instance, peer.unsettled)
+
+    def sign(self, identity: Identity) -> Identity:
+        """What this prefill worker says of itself to one that connects now."""
+        if self.stations is None:
+            return identity
+        unsettled = self.stations.find_unsettled()
+        if len(unsettled) > _MOST_UNSETTLED:
+            return identity  # without a name nothing is taken for settled
+        return replace(identity, instance=self.stations.instance, unsettled=unsettled)
 
     def note_unreached(self, endpoint: str, reason: str) -> None:
         """Mooncake's engines do not reach each other: its next orders are not tried for a while."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem_worker.transfer.blocks import BlockWriter, Views
 from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.attempt import Attempt
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.frames import Landed, decode_landed, encode_grant
@@ -102,6 +103,6 @@ class LandedBlocks:
             self._settle(attempt, blocks, block_ids, views, good, writer)
         return True
 
-    def close(self) -> None:
+    def close(self, peer: Identity) -> None:
         """The connection has ended."""
-        self._transports.leave(self._landing)
+        self._transports.leave(self._landing, peer)

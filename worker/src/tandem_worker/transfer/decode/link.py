@@ -191,6 +191,7 @@ class PrefillLink:
         if refusal := self._identity.refusal(peer):
             raise TransferError(refusal)
         self._agree(peer)
+        self._transports.greet(peer)
         self._peer, self._handshake_deadline = peer, None
         self._take_posted(channel)
         return channel
@@ -429,10 +430,10 @@ class PrefillLink:
         self._waker.close()
         if self._channel is not None:
             self._channel.close()
-        if self._landed is not None:
+        if self._landed is not None and self._peer is not None:
             if self._landed.unreached is not None:
                 self._transports.note_unreached(self.endpoint, self._landed.unreached)
-            self._landed.close()
+            self._landed.close(self._peer)
         self._listener.link_closed(self, reason)
         lost = [attempt for attempt in (*self._active.values(), *self._ordered) if attempt.close()]
         self._active.clear()

@@ -6,6 +6,7 @@ of the connection does it all: it submits, sleeps between looks at what is in fl
 
 from __future__ import annotations
 
+import secrets
 import threading
 from array import array
 from collections import Counter, deque
@@ -35,6 +36,8 @@ Guard = Callable[[ReadyBlocks, Callable[[], None]], bool]
 
 @dataclass(slots=True)
 class _Flight:
+    target: str
+    """The engine that it goes to."""
     number: int
     """The engine's, asked for until it has told an end, and not again."""
     row: int
@@ -59,6 +62,8 @@ class Station:
             engine.register(self.memory)
         self.rows = list(range(NUM_PIECES))
         self.flights: list[_Flight] = []
+        self.lost: set[str] = set()
+        """Engines that were written to without success: it may come late."""
 
     def settle(self) -> list[tuple[_Flight, bool]]:
         """What has ended, and whether it was written."""
@@ -70,6 +75,8 @@ class Station:
                 still.append(flight)
                 continue
             self.rows.append(flight.row)
+            if not outcome:
+                self.lost.add(flight.target)
             ended.append((flight, outcome))
         self.flights = still
         return ended
@@ -81,8 +88,10 @@ class StationPool:
     def __init__(self, begin_engine: Callable[[], Engine], most: int = MAX_DEPARTURES) -> None:
         self._begin_engine, self._most = begin_engine, most
         self._lock = threading.Lock()
+        self.instance = secrets.token_hex(8)
+        """Names this pool to peers."""
+        self._all: list[Station] = []
         self._resting: list[Station] = []
-        self._num_engines = 0
 
     def take(self, piece_bytes: int) -> Station:
         """A station for pieces of so many bytes. Raises TransferError where there are no more."""
@@ -92,11 +101,22 @@ class StationPool:
                 if not station.flights and station.piece_bytes >= piece_bytes:
                     self._resting.remove(station)
                     return station
-            if self._num_engines >= self._most:
+            if len(self._all) >= self._most:
                 raise TransferError(f"all {self._most} of this worker's Mooncake engines are in use")
             station = Station(self._begin_engine(), piece_bytes)
-            self._num_engines += 1
+            self._all.append(station)
             return station
+
+    def find_unsettled(self) -> tuple[str, ...]:
+        """Engines that something which was submitted before this call may still write to."""
+        with self._lock:
+            for station in self._resting:
+                station.settle()
+            found: set[str] = set()
+            for station in self._all:
+                found |= station.lost
+                found |= {flight.target for flight in tuple(station.flights)}
+            return tuple(sorted(found))
 
     def give_back(self, station: Station) -> None:
         """Its connection has ended."""
@@ -182,7 +202,7 @@ class Departures:
                 refused.append((transfer, replace(landed, lost=True), num_bytes))
                 continue
             station.rows.pop()
-            station.flights.append(_Flight(number, row, transfer, landed, num_bytes, now))
+            station.flights.append(_Flight(self._target.engine, number, row, transfer, landed, num_bytes, now))
             self._pending[transfer] += 1
             if self._moving_since is None:
                 self._moving_since = now

@@ -3,13 +3,15 @@
 A landing belongs to one connection. Blocks leave its slots by copies whose sums were checked after copying; block space
 itself is never registered. A slot is with the peer from GRANT until LANDED; one that was lost stays with it. When the
 connection ends with slots out, the landing is held back: its memory is unregistered, so that no write begins, and
-neither it nor the engine serves anybody until no connection to that engine is left that could bring a late one.
+neither it nor the engine serves anybody until no connection to that engine is left that could bring a late one, or the
+process at the other end has said on a new connection that nothing of it is on the way.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
@@ -80,6 +82,13 @@ class Landing:
         return self.memory.view[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
 
+class _Held(NamedTuple):
+    engine: Engine
+    memory: Memory
+    instance: str
+    """Whose engine may write to it."""
+
+
 class LandingPool:
     """Any thread. Engines and landings are kept for the next connection, as far as they are safe."""
 
@@ -88,7 +97,7 @@ class LandingPool:
         self._most = most
         self._lock = threading.Lock()
         self._free: list[Landing] = []
-        self._held: list[tuple[Engine, Memory]] = []
+        self._held: list[_Held] = []
         self._retired: list[Memory] = []
         """Whose addresses must never be another landing's: a write that comes late names an address, no slot."""
         self._num_engines = 0
@@ -118,24 +127,29 @@ class LandingPool:
             self._num_engines += 1
             return landing
 
-    def give_back(self, landing: Landing) -> None:
-        """Its connection has ended."""
+    def give_back(self, landing: Landing, instance: str) -> None:
+        """Its connection, to a process of that name, has ended."""
         with self._lock:
             if landing.clean:
                 self._free.append(landing)
                 return
             landing.engine.unregister(landing.memory)
-            self._held.append((landing.engine, landing.memory))
+            self._held.append(_Held(landing.engine, landing.memory, instance))
 
-    def _free_held(self) -> None:
-        """Under the lock."""
-        still: list[tuple[Engine, Memory]] = []
-        for engine, memory in self._held:
-            if engine.is_reached():
-                still.append((engine, memory))
+    def settle(self, instance: str, unsettled: Sequence[str]) -> None:
+        """The process of that name has said, on a new connection, to which engines alone it may still write."""
+        with self._lock:
+            self._free_held(lambda held: held.instance == instance and held.engine.address not in unsettled)
+
+    def _free_held(self, is_settled: Callable[[_Held], bool] = lambda held: False) -> None:
+        """Under the lock: those that nobody can write to any more."""
+        still: list[_Held] = []
+        for held in self._held:
+            if is_settled(held) or not held.engine.is_reached():
+                self._retire(held.memory)
+                self._free.append(Landing(held.engine, SLOT_BYTES))
             else:
-                self._retire(memory)
-                self._free.append(Landing(engine, SLOT_BYTES))
+                still.append(held)
         self._held = still
 
     def _retire(self, memory: Memory) -> None:

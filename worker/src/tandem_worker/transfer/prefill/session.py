@@ -240,7 +240,7 @@ class Session:
             self._channel.queue(protocol.encode_text(FrameKind.REFUSED, 0, refusal or ""))
             self._channel.service()
             raise TransferError(f"refused: {refusal}")
-        self._channel.queue(protocol.encode_hello(self._identity))
+        self._channel.queue(protocol.encode_hello(self._transports.sign(self._identity)))
         self._peer, self._handshake_deadline = peer, None
 
     def _agree(self, peer: Identity) -> None:
