@@ -23,13 +23,13 @@ def begin_engine() -> Engine:
 @functools.cache
 def share_landings() -> LandingPool:
     """Those of all decode ends of this process."""
-    return LandingPool(begin_engine)
+    return LandingPool(begin_engine, most=256)  # peers that lie are engines of this process, and stay connected
 
 
 @functools.cache
 def share_stations() -> StationPool:
     """Those of all prefill ends of this process."""
-    return StationPool(begin_engine)
+    return StationPool(begin_engine, most=256)
 
 
 def build_transports(wanted: str, *, allow_fallback: bool = False) -> Transports:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem_worker.transfer.blocks import BlockWriter, Views
@@ -10,7 +10,7 @@ from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.attempt import Attempt
 from tandem_worker.transfer.errors import TransferError
-from tandem_worker.transfer.mooncake.frames import Landed, decode_landed, encode_grant
+from tandem_worker.transfer.mooncake.frames import CACHED_BYTES, Landed, decode_landed, encode_grant
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
 
@@ -64,20 +64,28 @@ class LandedBlocks:
 
     def _commit(self, slot: memoryview, landed: Landed, attempt: Attempt, writer: BlockWriter) -> int:
         assert attempt.reception is not None
+        known = [each for each in landed.ranges if each.layer in self._pieces]  # others are refused in their turn
+        if sum(each.count * self._pieces[each.layer].num_bytes for each in known) > len(slot):
+            raise TransferError("the peer said that more landed in a slot than it holds")
         start = first_sum = 0
-        for blocks in landed.ranges:
+        for blocks in self._split(landed.ranges):
             block_ids = attempt.reception.expected(blocks)  # raises for what was not ordered
             size = blocks.count * self._pieces[blocks.layer].num_bytes
-            if start + size > len(slot):
-                raise TransferError("the peer said that more landed in a slot than it holds")
             sums = landed.sums[first_sum : first_sum + blocks.count]
-            if block_ids is not None and not self._copy(
-                slot[start : start + size], blocks, block_ids, sums, attempt, writer
-            ):
+            source = slot[start : start + size]
+            if block_ids is not None and not self._copy(source, blocks, block_ids, sums, attempt, writer):
                 break
             start += size
             first_sum += blocks.count
         return start
+
+    def _split(self, ranges: Sequence[BlockRange]) -> Iterator[BlockRange]:
+        """In parts that a core's cache holds."""
+        for blocks in ranges:
+            piece = self._pieces.get(blocks.layer)
+            most = 1 if piece is None else max(1, CACHED_BYTES // piece.num_bytes)
+            for first in range(blocks.first, blocks.first + blocks.count, most):
+                yield BlockRange(blocks.layer, first, min(most, blocks.first + blocks.count - first))
 
     def _copy(
         self,

@@ -17,7 +17,15 @@ from tandem_worker.transfer.blocks import BlockReader
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
-from tandem_worker.transfer.mooncake.frames import MAX_BLOCKS, MAX_RANGES, Grant, Landed, Slot, join
+from tandem_worker.transfer.mooncake.frames import (
+    CACHED_BYTES,
+    MAX_BLOCKS,
+    MAX_RANGES,
+    Grant,
+    Landed,
+    Slot,
+    append_blocks,
+)
 from tandem_worker.transfer.prefill.outbox import ReadyBlocks
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
@@ -191,7 +199,7 @@ class Departures:
             transfer, ranges, sums, num_bytes = gathered
             assert self._target is not None, "slots come with their address"
             slot = self._slots.popleft()
-            landed = Landed(slot, join(ranges), sums, 0)
+            landed = Landed(slot, tuple(ranges), sums, 0)
             number = station.engine.submit(
                 self._target.engine,
                 station.memory.address + row * station.piece_bytes,
@@ -222,12 +230,13 @@ class Departures:
             fit = min((size - used) // num_bytes, MAX_BLOCKS - len(sums))
             if fit == 0 or transfer not in (None, ready.transfer):
                 break
+            fit = min(fit, max(1, CACHED_BYTES // num_bytes))
             part = ready if ready.blocks.count <= fit else _head(ready, fit)
             if not self._copy(part, room[used:], sums, guard):
                 self._waiting.popleft()  # cancelled meanwhile
                 continue
             transfer = part.transfer
-            ranges.append(part.blocks)
+            append_blocks(ranges, part.blocks)
             used += num_bytes * part.blocks.count
             if part is ready:
                 self._waiting.popleft()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ from tandem_worker.transfer import protocol
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
+CACHED_BYTES = 256 << 10
+"""So much is copied and summed at a time: what was just copied is still in a core's cache."""
 MAX_SLOTS = 256
 MAX_RANGES = 512
 MAX_BLOCKS = 4096
@@ -112,16 +113,13 @@ def decode_landed(body: bytes) -> Landed:
     return Landed(Slot(number, epoch), ranges, _little_endian(sums), micros, outcome == _LOST)
 
 
-def join(ranges: Sequence[BlockRange]) -> tuple[BlockRange, ...]:
-    """Neighbours of one layer in one range: what is reported block by block is said shortly."""
-    joined: list[BlockRange] = []
-    for each in ranges:
-        last = joined[-1] if joined else None
-        if last is not None and last.layer == each.layer and last.first + last.count == each.first:
-            joined[-1] = BlockRange(last.layer, last.first, last.count + each.count)
-        else:
-            joined.append(each)
-    return tuple(joined)
+def append_blocks(ranges: list[BlockRange], blocks: BlockRange) -> None:
+    """Neighbours of one layer become one range: what is reported block by block is said shortly."""
+    last = ranges[-1] if ranges else None
+    if last is not None and last.layer == blocks.layer and last.first + last.count == blocks.first:
+        ranges[-1] = BlockRange(last.layer, last.first, last.count + blocks.count)
+    else:
+        ranges.append(blocks)
 
 
 def _frame(kind: FrameKind, transfer: int, body: bytes) -> bytes:
