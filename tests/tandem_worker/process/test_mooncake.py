@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.mooncake.library import plan_environment
@@ -84,3 +89,56 @@ def test_a_prefill_worker_that_is_lost_costs_time_not_the_request(
     )
     for worker in (pair.prefill, pair.decode):
         workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 5, "no block is in use")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_thousand_prompts_through_cancels_kills_and_a_freeze(
+    pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Same tokens as a worker that computes alone, and nothing stays out."""
+    count, rng = 1000, random.Random(33)
+    prompts = [prompt_of(rng.randrange(17, 200), seed=10_000 + number) for number in range(count)]
+    cancelled = set(rng.sample(range(count), count // 10))
+    options = {"max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    answers: dict[int, list[int]] = {}
+    remote = prefills(pair.decode, "remote")
+
+    def ask(number: int, prefill: str) -> None:
+        if number not in cancelled:
+            answer = pair.decode.complete(prompts[number], prefill=prefill, **options)
+            answers[number] = answer["choices"][0]["token_ids"]
+            return
+        body = {"model": "tiny", "prompt": prompts[number], "max_tokens": 500, "stream": True, "ignore_eos": True}
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(
+                pair.decode.url + "/v1/completions", json=body, headers={"x-tandem-prefill": prefill},
+                timeout=httpx.Timeout(30, read=0.001 + 0.03 * (number % 5)),
+            )  # fmt: skip
+
+    with ThreadPoolExecutor(4) as pool:
+        for first in range(0, count, 250):
+            with pair.run("prefill") as victim:
+                workers.await_ready(victim)
+                asked = [pool.submit(ask, number, victim.kv) for number in range(first, first + 250)]
+                if first == 500:
+                    asked[100].result()
+                    victim.process.send_signal(signal.SIGSTOP)
+                    time.sleep(2)
+                    victim.process.send_signal(signal.SIGCONT)
+                asked[200].result()
+                victim.process.send_signal(signal.SIGKILL)
+                for one in asked:
+                    one.result()
+    assert prefills(pair.decode, "remote") - remote > count / 2
+    for worker in (pair.prefill, pair.decode):
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 15, "no block is in use")
+    workers.eventually(lambda: pair.decode.metric("tandem_worker_kv_slots_held") == 0, 15, "all slots are back")
+    with workers.run(tmp_path, "unified", pair.model) as alone:
+        workers.await_ready(alone)
+        with ThreadPoolExecutor(4) as pool:
+            expected = pool.map(
+                lambda number: alone.complete(prompts[number], **options)["choices"][0]["token_ids"], sorted(answers)
+            )
+            assert dict(zip(sorted(answers), expected, strict=True)) == answers
+    assert len(answers) == count - len(cancelled)

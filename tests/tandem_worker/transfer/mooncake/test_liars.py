@@ -1,4 +1,4 @@
-"""A scripted prefill worker with a real engine: what it writes, when, and what it says of it, against the decode end."""
+"""A scripted prefill worker with a real engine: what it writes, when, and what it says of it, to the decode end."""
 
 from __future__ import annotations
 
