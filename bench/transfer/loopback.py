@@ -1,7 +1,7 @@
 """KV transport between two processes on loopback: bandwidth and CPU seconds per GB at both ends.
 
     python bench/transfer/loopback.py [--gib 2] [--layers 32] [--block-kib 64] [--blocks 128] [--no-verify] [--scatter]
-                                      [--tp 2]
+                                      [--tp 2] [--transport Mooncake]
 
 One process plays the prefill worker (its engine reports finished layers at once), the other the decode worker, or the
 first of its tensor-parallel ranks, which takes its heads out of every block. Every order moves layers x blocks of
@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tandem_api.launch import KVConfig
 from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
 from tandem_worker.model.contract import KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.blocks import BlockSpace
@@ -29,6 +30,7 @@ from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.client import TcpPrefillClient
 from tandem_worker.transfer.layout import KVLayout, KVShard
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
+from tandem_worker.transfer.transports import open_transports
 
 BLOCK_SIZE = 16
 _PROMPT_NAME = b"name of a prompt"
@@ -90,7 +92,12 @@ def run_prefill(args: argparse.Namespace, pipe: Connection) -> None:
     for index, layer in enumerate(cache.layers):
         layer.fill_(index + 1)
     server = TcpPrefillServer(
-        engine=InstantEngine(args), space=space, identity=identity(space, "prefill"), host="127.0.0.1", port=0
+        engine=InstantEngine(args),
+        space=space,
+        identity=identity(space, "prefill"),
+        host="127.0.0.1",
+        port=0,
+        transports=open_transports(KVConfig(transport=args.transport), "127.0.0.1"),
     )
     server.start()
     pipe.send(server.port)
@@ -117,8 +124,8 @@ class Decode:
         self.ended.set()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--block-kib", type=int, default=64)
@@ -126,53 +133,92 @@ def main() -> None:
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--scatter", action="store_true")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the decode worker")
-    args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_prefill, args=(args, theirs), daemon=True)
-    process.start()
-    port = ours.recv()
-    torch.set_num_threads(1)
-    space, cache = build_space(args, whole=False)
-    client, engine = TcpPrefillClient(verify=not args.no_verify), Decode()
-    client.bind(engine, space, identity(space, "decode"))
-    ids = placement(args, 2)
+    parser.add_argument("--transport", choices=("TCP", "Mooncake"), default="TCP")
+    return parser
 
-    def transfer(number: int) -> None:
-        engine.ended.clear()
-        client.start(
+
+class Mover:
+    """Both ends, which move one order at a time. A context manager."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.order_bytes = args.layers * args.blocks * args.block_kib * 1024
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run_prefill, args=(args, theirs), daemon=True)
+        self._process.start()
+        self._port = self._pipe.recv()
+        torch.set_num_threads(1)
+        space, self._cache = build_space(args, whole=False)
+        self._client = TcpPrefillClient(
+            verify=not args.no_verify,
+            transports=open_transports(KVConfig(transport=args.transport), "127.0.0.1"),
+        )
+        self._engine = Decode()
+        self._client.bind(self._engine, space, identity(space, "decode"))
+        self._ids = placement(args, 2)
+        self._number = 0
+
+    def __enter__(self) -> Mover:
+        self._transfer()
+        self._pipe.send(None)
+        self._pipe.recv()
+        return self
+
+    def move(self, rounds: int) -> float:
+        """Seconds that so many orders took."""
+        started = time.perf_counter()
+        for _ in range(rounds):
+            self._transfer()
+        return time.perf_counter() - started
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._process.join(5)
+
+    def end(self) -> float:
+        """CPU seconds of the prefill end, from the beginning on. What arrived is compared."""
+        self._pipe.send(None)
+        seconds = self._pipe.recv()
+        for index, layer in enumerate(self._cache.layers):
+            assert bool((layer[1:] == index + 1).all()), "what arrived is what was sent"
+        moved = self._client.stats().transports
+        assert list(moved) == [self.args.transport], "it went by what was asked for"
+        return seconds
+
+    def _transfer(self) -> None:
+        self._engine.ended.clear()
+        self._client.start(
             RemotePrefill(
                 request_id="bench",
-                generation=number,
-                token_ids=(0,) * (args.blocks * BLOCK_SIZE),
+                generation=self._number,
+                token_ids=(0,) * (self.args.blocks * BLOCK_SIZE),
                 num_cached_tokens=0,
-                block_ids=ids,
-                endpoints=(f"127.0.0.1:{port}",),
+                block_ids=self._ids,
+                endpoints=(f"127.0.0.1:{self._port}",),
                 cache_salt="",
                 priority=0,
                 prompt_name=_PROMPT_NAME,
             )
         )
-        engine.ended.wait()
-        if engine.failure:
-            raise SystemExit(engine.failure)
+        self._number += 1
+        self._engine.ended.wait()
+        if self._engine.failure:
+            raise SystemExit(self._engine.failure)
 
-    transfer(0)
-    order_bytes = args.layers * args.blocks * args.block_kib * 1024
-    rounds = max(1, round(args.gib * 2**30 / order_bytes))
-    ours.send(None)
-    ours.recv()
-    cpu, started = cpu_seconds(), time.perf_counter()
-    for number in range(1, rounds + 1):
-        transfer(number)
-    elapsed, cpu = time.perf_counter() - started, cpu_seconds() - cpu
-    ours.send(None)
-    sender_cpu = ours.recv()
-    for index, layer in enumerate(cache.layers):
-        assert bool((layer[1:] == index + 1).all()), "what arrived is what was sent"
-    gigabytes = rounds * order_bytes / 1e9
+
+def main() -> None:
+    args = build_parser(__doc__).parse_args()
+    with Mover(args) as mover:
+        rounds = max(1, round(args.gib * 2**30 / mover.order_bytes))
+        cpu = cpu_seconds()
+        elapsed = mover.move(rounds)
+        cpu = cpu_seconds() - cpu
+        sender_cpu = mover.end()
+    gigabytes = rounds * mover.order_bytes / 1e9
     result = {
-        "order_mb": round(order_bytes / 1e6, 1),
+        "transport": args.transport,
+        "order_mb": round(mover.order_bytes / 1e6, 1),
         "block_kib": args.block_kib,
         "verify": not args.no_verify,
         "scatter": args.scatter,
@@ -182,10 +228,8 @@ def main() -> None:
         "decode_cpu_s_per_gb": round(cpu / gigabytes, 3),
         "prefill_cpu_s_per_gb": round(sender_cpu / gigabytes, 3),
     }
-    print(f"{gigabytes:.2f} GB in {rounds} orders of {order_bytes / 1e6:.1f} MB")
+    print(f"{gigabytes:.2f} GB in {rounds} orders of {mover.order_bytes / 1e6:.1f} MB")
     print(json.dumps(result))
-    client.close()
-    process.join(5)
 
 
 if __name__ == "__main__":

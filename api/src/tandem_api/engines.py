@@ -161,6 +161,7 @@ _LIMITS = (
         "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",
         _unset("kv.transport", "'Auto'"),
     ),
+    _Limit(".kv.allowFallback", "is of Tandem's own engine: remove it", _unset("kv.allowFallback", "false")),
     _Limit(
         ".kv.verify",
         "is of Tandem's own engine, others check no blocks either way: remove it",
@@ -262,6 +263,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         kv.disk is not None,
         kv.peers != "Off",
         kv.transport != "Auto",
+        kv.allow_fallback,
         not kv.verify,
         spec.gateway.link != "HTTP",
         spec.slo is not None,

@@ -566,6 +566,7 @@ EngineArgument = Annotated[
 ]
 
 
+_NO_FALLBACK = "is for kv.transport Mooncake, which TCP may stand in for: remove it, or ask for Mooncake"
 _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
 
 
@@ -669,13 +670,23 @@ class KV(Authored):
                     " || quantity(string(self.disk.size)).compareTo(quantity(string(self.memory))) > 0",
                     _SMALL_DISK,
                     path=".disk.size",
-                )
+                ),
+                rule(
+                    "!self.allowFallback || self.transport == 'Mooncake'",
+                    _NO_FALLBACK,
+                    path=".allowFallback",
+                ),
             ]
         }
     )
 
-    transport: Literal["Auto", "TCP"] = "Auto"
-    """How blocks move from prefill to decode workers."""
+    transport: Literal["Auto", "TCP", "Mooncake"] = "Auto"
+    """How blocks move from prefill to decode workers. `TCP` is Tandem's own; `Mooncake` its Transfer Engine, over RDMA
+    where pods have a device for it, else over TCP. `Auto` takes Mooncake where both workers have an RDMA device and it
+    measures faster, else TCP."""
+    allow_fallback: bool = False
+    """Let TCP stand in where Mooncake was asked for and cannot be had. Without it decode workers compute prompts
+    themselves until it can. Either way the condition `KVTransferReady` says why."""
     memory: (
         Annotated[
             Quantity,
@@ -697,6 +708,12 @@ class KV(Authored):
     """Auto: workers give each other the blocks that they have computed, from memory and from disk, where that is sooner
     than computing them; gateways tell them who has which. Every worker then listens at its KV port, and may reach those
     of all others of the model. Workers of several ranks neither give nor take."""
+
+    @model_validator(mode="after")
+    def _fallback_is_from_something(self) -> KV:
+        if self.allow_fallback and self.transport != "Mooncake":
+            raise ValueError(f"allowFallback {_NO_FALLBACK}")
+        return self
 
     @model_validator(mode="after")
     def _disk_is_larger(self) -> KV:

@@ -92,7 +92,10 @@ class KVConfig(Wire):
     """Host memory to which the blocks of preempted requests may be moved instead of being computed again; 0: none."""
     block_size: int = 16
     """Tokens per block."""
-    transport: Literal["TCP"] = "TCP"
+    transport: Literal["Auto", "TCP", "Mooncake"] = "TCP"
+    """What moves blocks between workers; TCP carries what is said about it either way."""
+    allow_fallback: bool = False
+    """Move blocks over TCP where `transport` cannot be had, instead of computing them."""
     port: int = WORKER_KV_PORT
     """Port of the pod's first rank; the others follow it, one port each."""
     verify: bool = True

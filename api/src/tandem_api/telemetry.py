@@ -55,6 +55,21 @@ class TierTelemetry(Wire):
     """At which blocks come from it while they do; absent where that is not known, or not told."""
 
 
+class KVTransportTelemetry(Wire):
+    """What moves blocks to or from a worker, and how fast."""
+
+    wanted: Annotated[str, Field(max_length=64)]
+    """`spec.kv.transport`."""
+    transport: Annotated[str, Field(max_length=64)] | None = None
+    """What the last order used: `TCP` or `Mooncake`. Absent before the first one, and where it was refused."""
+    protocol: Annotated[str, Field(max_length=64)] | None = None
+    """Beneath Mooncake: `tcp` or `rdma`."""
+    bytes_per_second: Amount | None = None
+    """Of that transport while bytes moved; absent until some have."""
+    fallback: Annotated[str, Field(max_length=1000)] = ""
+    """Why it is not what was wanted; empty where it is."""
+
+
 class WorkerTelemetry(Wire):
     """One sample. Figures that the machine cannot measure are absent (None), never zero.
 
@@ -133,6 +148,8 @@ class WorkerTelemetry(Wire):
     kv_transfer_seconds_total: Amount | None = None
     """Seconds in which blocks were arriving, from however many workers at a time: the link's busy time. Absent where
     none are received."""
+    kv_transport: KVTransportTelemetry | None = None
+    """Absent where no blocks move: in workers that prefill and decode."""
 
 
 class Metric:
@@ -157,6 +174,12 @@ class Metric:
     WORKER_KV_BLOCK_SIZE_TOKENS = "tandem_worker_kv_block_size_tokens"
     WORKER_KV_TRANSFER_SECONDS_TOTAL = "tandem_worker_kv_transfer_seconds_total"
     WORKER_KV_TRANSFER_BYTES_TOTAL = "tandem_worker_kv_transfer_bytes_total"
+    WORKER_KV_TRANSPORT_BYTES_TOTAL = "tandem_worker_kv_transport_bytes_total"
+    """Label `transport`: `TCP`, `Mooncake`."""
+    WORKER_KV_TRANSPORT_BYTES_PER_SECOND = "tandem_worker_kv_transport_bytes_per_second"
+    """Label `transport`."""
+    WORKER_KV_TRANSPORT_FALLBACK = "tandem_worker_kv_transport_fallback"
+    WORKER_KV_SLOTS_HELD = "tandem_worker_kv_slots_held"
     WORKER_KV_TRANSFER_FAILURES_TOTAL = "tandem_worker_kv_transfer_failures_total"
     WORKER_KV_INTEGRITY_FAILURES_TOTAL = "tandem_worker_kv_integrity_failures_total"
     """Label `kind`: `header`, `body`, `block`, `logits`, `prompt`, `cached`, `tier`."""

@@ -22,7 +22,7 @@ from tandem_worker.server.answer.request_metrics import RequestMetrics
 from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.structured.contract import CompileCounts
 from tandem_worker.tiers.stats import TierStats
-from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats
+from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats, TransportStats
 
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
 ENGINE = EngineStats(
@@ -74,8 +74,9 @@ def total_of(histogram: Histogram) -> float:
 
 def test_every_worker_metric_is_there_once() -> None:
     stats = TransferStats(
-        integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0
-    )
+        integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0,
+        transports={"TCP": TransportStats(num_bytes=0, bytes_per_second=1.0)},
+    )  # fmt: skip
     lines = text(transfer=stats, spans={"exported": 3}, tiers=(TierStats(),)).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
@@ -123,6 +124,9 @@ def test_names_labels_and_help_are_what_dashboards_know() -> None:
         refusals={"wrong_proof": 2},
         quota_refusals={"orders": 1},
         seconds_receiving=40.5,
+        transports={"Mooncake": TransportStats(num_bytes=51, bytes_per_second=52.5)},
+        fallback="it is not there",
+        held_slots=2,
     )
     known = Path(__file__).with_name("metrics.txt").read_text()
     tier = TierStats(tokens_read=46, bytes_written=47, seconds_reading=48.5, evictions=49, loads_cut=50)
@@ -260,3 +264,20 @@ def test_bandwidth_follows_the_larger_transfers() -> None:
     assert meter.rate == pytest.approx(1e9)
     meter.observe(64_000_000, 0.032)
     assert meter.rate == pytest.approx(1.5e9)
+
+
+def test_a_sample_says_what_moves_blocks() -> None:
+    assert build_telemetry(FACTS, sample()).kv_transport is None
+    stats = TransferStats(
+        wanted="Mooncake", transport="Mooncake", protocol="tcp",
+        transports={"Mooncake": TransportStats(num_bytes=9, bytes_per_second=2.5)},
+    )  # fmt: skip
+    told = build_telemetry(FACTS, sample(transfer=stats)).kv_transport
+    assert told is not None
+    assert (told.wanted, told.transport, told.protocol, told.bytes_per_second, told.fallback) == (
+        "Mooncake", "Mooncake", "tcp", 2.5, "",
+    )  # fmt: skip
+    refused = TransferStats(wanted="Mooncake", fallback="x" * 2000)
+    told = build_telemetry(FACTS, sample(transfer=refused)).kv_transport
+    assert told is not None
+    assert (told.transport, told.bytes_per_second, len(told.fallback)) == (None, None, 1000)

@@ -20,6 +20,7 @@ from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.client import TcpPrefillClient
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
+from tests.tandem_worker.transfer.engines import build_transports
 from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
 
 LAYERS, BLOCK_SIZE = 3, 4
@@ -121,11 +122,13 @@ class NotingDecode:
 class Pair:
     """Both ends on loopback; the decode end's block i of a prompt is block i + 1."""
 
-    def __init__(self, *, auto: bool = True, verify: bool = True, **client: Any) -> None:
+    def __init__(self, *, auto: bool = True, verify: bool = True, transport: str = "TCP", **client: Any) -> None:
         self.prefill, self.decode = ScriptedPrefill(auto=auto), NotingDecode()
         self.source, self.target = build_cache(), build_cache()
         fill(self.source)
-        self.client = TcpPrefillClient(verify=verify, timeouts=QUICK, **client)
+        self.transports = [build_transports(transport), build_transports(transport)]
+        """Of the decode end and of the prefill end."""
+        self.client = TcpPrefillClient(verify=verify, timeouts=QUICK, transports=self.transports[0], **client)
         space = BlockSpace(self.target)
         self.identity = Identity(worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint)
         self.client.bind(self.decode, space, self.identity)
@@ -139,6 +142,7 @@ class Pair:
             host="127.0.0.1",
             port=0,
             timeouts=QUICK,
+            transports=self.transports[1],
             **(server or {}),
         )
         self.server.start()
@@ -182,16 +186,22 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    both = Pair()
+def transport() -> str:
+    """What blocks move by; modules whose tests hold of every transport name all of them."""
+    return "TCP"
+
+
+@pytest.fixture
+def pair(transport: str) -> Iterator[Pair]:
+    both = Pair(transport=transport)
     yield both
     both.close()
 
 
 @pytest.fixture
-def held_pair() -> Iterator[Pair]:
+def held_pair(transport: str) -> Iterator[Pair]:
     """The prefill engine reports when the test says so."""
-    both = Pair(auto=False)
+    both = Pair(auto=False, transport=transport)
     yield both
     both.close()
 

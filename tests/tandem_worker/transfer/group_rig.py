@@ -20,6 +20,7 @@ from tandem_worker.transfer.decode.client import FollowingReceiver, TcpPrefillCl
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
+from tests.tandem_worker.transfer.engines import build_transports
 from tests.tandem_worker.transfer.shards import BLOCK_SIZE, build_cache, build_whole, take_share
 
 NUM_BLOCKS = 16
@@ -86,7 +87,9 @@ class Groups:
         timeouts: TransferTimeouts,
         *,
         verify: bool = True,
+        transport: str = "TCP",
     ) -> None:
+        self._transport = transport
         self.layout, self.engine, self.decode = layout, engine, decode
         self.sources, self.targets = sources, targets
         self.whole = build_whole(layout, NUM_BLOCKS)
@@ -116,6 +119,7 @@ class Groups:
                 port=self.ports[rank],
                 group=None if rank or len(ranks) == 1 else self.prefill_posts,
                 timeouts=self._timeouts,
+                transports=build_transports(self._transport),
             )
             server.start()
             self.servers.append(server)
@@ -126,9 +130,12 @@ class Groups:
             BlockSpace(cache, shard, self.layout) for shard, cache in zip(self.targets, self.target_caches, strict=True)
         ]
         identity = replace(self.identity, worker="decode-0")
-        self.client = TcpPrefillClient(verify=self._verify, timeouts=self._timeouts)
+        options: dict[str, Any] = {"verify": self._verify, "timeouts": self._timeouts}
+        self.client = TcpPrefillClient(transports=build_transports(self._transport), **options)
         self.receivers = [
-            FollowingReceiver(space, identity, self.client.handle, verify=self._verify, timeouts=self._timeouts)
+            FollowingReceiver(
+                space, identity, self.client.handle, transports=build_transports(self._transport), **options
+            )
             for space in spaces[1:]
         ]
         self.decode_posts = Posts([receiver.handle for receiver in self.receivers])

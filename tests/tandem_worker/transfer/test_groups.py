@@ -25,7 +25,7 @@ def build(kit: SimpleNamespace) -> Iterator[BuildGroups]:
     with ExitStack() as stack:
 
         def make(
-            source: dict[str, int], target: dict[str, int], *, heads: int | None = HEADS, verify: bool = True
+            source: dict[str, int], target: dict[str, int], *, heads: int | None = HEADS, **options: Any
         ) -> Groups:
             layout = build_layout(LAYERS, heads)
             engine, decode = kit.ScriptedPrefill(auto=False), kit.NotingDecode()
@@ -33,7 +33,7 @@ def build(kit: SimpleNamespace) -> Iterator[BuildGroups]:
             # quick 0.3 s a busy machine gives an order up while a rank that was held back comes again.
             patient = replace(kit.QUICK, connect=5.0, handshake=5.0, frame=10.0, silence=30.0, stall=30.0, queue=30.0)
             shards = spread(LAYERS, **source), spread(LAYERS, **target)
-            groups = Groups(layout, *shards, engine, decode, patient, verify=verify)
+            groups = Groups(layout, *shards, engine, decode, patient, **options)
             return stack.enter_context(running(groups))
 
         yield make
@@ -71,6 +71,26 @@ def test_every_rank_gets_its_share(
     assert groups.decode.failed == []
     groups.prefill_posts.settle()
     kit.eventually(lambda: not any(server._outbox._shelves for server in groups.servers))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param({"tp": 2}, {"tp": 4}, id="TP2-TP4"),
+        pytest.param({"tp": 2}, {"pp": 2}, id="TP2xPP1-TP1xPP2"),
+    ],
+)
+def test_every_rank_gets_its_share_through_mooncake(
+    build: BuildGroups, kit: SimpleNamespace, source: dict[str, int], target: dict[str, int]
+) -> None:
+    groups = build(source, target, transport="Mooncake")
+    groups.client.start(groups.order(tokens=32, cached=8))
+    name = groups.run_prefill()
+    kit.eventually(lambda: bool(groups.decode.done))
+    assert groups.arrived(2, 8)
+    kit.eventually(lambda: name in groups.engine.released)
+    for end in (groups.client, *groups.receivers):
+        assert list(end.stats().transports) == ["Mooncake"]
 
 
 def test_only_the_slices_that_are_needed_travel(build: BuildGroups, kit: SimpleNamespace) -> None:

@@ -121,11 +121,13 @@ def test_who_cannot_prove_its_key_is_not_told_who_is_there(kit: SimpleNamespace)
 
 def test_another_version_is_refused_with_a_sentence(pair: Any) -> None:
     with stranger(pair) as sock:
-        body = protocol.encode_hello(pair.identity)[protocol.HEADER_BYTES :].replace(b'"version": 5', b'"version": 6')
+        ours, theirs = protocol.VERSION, protocol.VERSION + 1
+        body = protocol.encode_hello(pair.identity)[protocol.HEADER_BYTES :]
+        body = body.replace(b'"version": %d' % ours, b'"version": %d' % theirs)
         sock.sendall(protocol.encode_header(FrameKind.HELLO, 0, len(body), body) + body)
         header, answer = read_frame(sock)
         assert header.kind is FrameKind.REFUSED
-        assert protocol.decode_text(answer) == "the peer speaks version 6 of the KV transport, we speak 5"
+        assert protocol.decode_text(answer) == f"the peer speaks version {theirs} of the KV transport, we speak {ours}"
         assert is_dropped(sock)
 
 

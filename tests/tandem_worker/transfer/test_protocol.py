@@ -55,8 +55,9 @@ def test_hello_of_a_stranger(body: bytes) -> None:
 
 def test_hello_of_another_version() -> None:
     _, body = split(protocol.encode_hello(IDENTITY))
-    with pytest.raises(TransferError, match="version 6"):
-        protocol.decode_hello(body.replace(b'"version": 5', b'"version": 6'))
+    ours, theirs = protocol.VERSION, protocol.VERSION + 1
+    with pytest.raises(TransferError, match=f"version {theirs}"):
+        protocol.decode_hello(body.replace(b'"version": %d' % ours, b'"version": %d' % theirs))
 
 
 @given(

@@ -18,8 +18,9 @@ import aiohttp
 from pydantic import ValidationError
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, StartingReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
-from tandem_api.telemetry import TierTelemetry
+from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WorkerTelemetry
 
+from tandem_operator.gateways.transports import summarize
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.figures import STALE_SECONDS
 from tandem_operator.runtime import metrics
@@ -70,6 +71,8 @@ class FleetView:
     """Workers that are not ready, by the name of the pod: its address, and what it says that it is doing."""
     tiers: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
     """What workers say of the disks that they keep blocks on, by the name of the pod; of others there is nothing."""
+    transports: Mapping[str, KVTransportTelemetry] = field(default_factory=dict[str, KVTransportTelemetry])
+    """What workers say of how their blocks move, by the name of the pod."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -180,6 +183,7 @@ class FleetWatch:
             },
             starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
             tiers=_tiers(self.reports(key)),
+            transports=_transports(self.reports(key)),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -283,6 +287,7 @@ class FleetWatch:
             dict(view.silent),
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
+            summarize(view.transports),
             view.asked,
         )
         if told != model.told:
@@ -378,18 +383,35 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
 
 
 def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
-    """What workers tell of their disks, by worker. Of several samples of one worker the newest counts."""
-    found: dict[str, tuple[float, TierTelemetry]] = {}
+    """What workers tell of their disks, by worker."""
+    return {
+        name: tier
+        for name, sample in _newest_samples(reports).items()
+        for tier in sample.kv_tiers
+        if tier.tier == "disk"
+    }
+
+
+def _transports(reports: Sequence[FleetReport]) -> dict[str, KVTransportTelemetry]:
+    """What workers tell of the transport of their blocks, by worker."""
+    return {
+        name: sample.kv_transport
+        for name, sample in _newest_samples(reports).items()
+        if sample.kv_transport is not None
+    }
+
+
+def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:
+    """Of several samples of one worker the newest counts."""
+    found: dict[str, tuple[float, WorkerTelemetry]] = {}
     for report in reports:
         for worker in report.workers:
-            sample = worker.telemetry
-            disk = None if sample is None else next((tier for tier in sample.kv_tiers if tier.tier == "disk"), None)
-            if disk is None:
+            if worker.telemetry is None:
                 continue
             age = worker.telemetry_age or 0.0
             if worker.name not in found or age < found[worker.name][0]:
-                found[worker.name] = age, disk
-    return {name: tier for name, (_, tier) in found.items()}
+                found[worker.name] = age, worker.telemetry
+    return {name: sample for name, (_, sample) in found.items()}
 
 
 def _host(worker: WorkerReport | StartingReport) -> str:

@@ -39,6 +39,7 @@ from tandem_api.quantities import parse_duration, parse_quantity
 from tandem_operator.objects.manifests import CONFIG_MAP, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.pods import drain_seconds
+from tandem_operator.workloads.transports import transport_of
 
 CONFIG_FILE = names.CONFIG_PATH.rsplit("/", 1)[1]
 
@@ -75,6 +76,8 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             verify=spec.kv.verify,
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),
+            transport=transport_of(blueprint),
+            allow_fallback=spec.kv.allow_fallback,
         ),
         scheduler=SchedulerConfig(
             max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens

@@ -18,6 +18,7 @@ from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
 from tandem_operator.workloads.prewarm import COMPONENT
+from tandem_operator.workloads.transports import may_use_mooncake
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
 """Pods of a namespace labelled so (value `allowed`) may reach the metrics ports."""
@@ -55,6 +56,11 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
             ingress.append(_from(blueprint, component_of(other), [_kv_ports(blueprint, role)]))
         if _asks(blueprint, role, other):
             egress.append(_to(blueprint, component_of(other), [_kv_ports(blueprint, other)]))
+    if not foreign and may_use_mooncake(blueprint):
+        if role is Role.PREFILL:
+            egress.append(_to(blueprint, component_of(Role.DECODE), [_tcp(*names.MOONCAKE_PORTS)]))
+        elif role is Role.DECODE:  # it asks nobody who he is: this rule is all that keeps others out
+            ingress.append(_from(blueprint, component_of(Role.PREFILL), [_tcp(*names.MOONCAKE_PORTS)]))
     if not foreign and blueprint.model.spec.model.uri.startswith("hf://") and shares_files(blueprint):
         # Of both roles, while they start and when they serve: who has a part of the model's files gives it to others.
         for other in blueprint.worker_roles:

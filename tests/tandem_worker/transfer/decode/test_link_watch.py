@@ -13,6 +13,7 @@ from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, LinkListener
 from tandem_worker.transfer.decode.link import PrefillLink
 from tandem_worker.transfer.errors import TransferError
+from tandem_worker.transfer.transports import Transports
 
 TIMEOUTS = TransferTimeouts()
 
@@ -24,7 +25,7 @@ def link(kit: SimpleNamespace) -> Any:
     identity = Identity(worker="decode-0", revision="r", model_digest="d", layout=space.layout.fingerprint)
     link: Any = PrefillLink(
         "peer:1", identity=identity, space=space, listener=LinkListener(), verify=True, timeouts=TIMEOUTS,
-        ring=open_ring, vitals=Vitals(),
+        ring=open_ring, vitals=Vitals(), transports=Transports(),
     )  # fmt: skip
     link._channel = SimpleNamespace(last_received=0.0, queue=lambda *buffers: None)
     link._active = {7: Attempt(7, "a", (1,), 0, None)}

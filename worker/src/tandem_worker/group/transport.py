@@ -17,6 +17,7 @@ from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.client import FollowingReceiver
 from tandem_worker.transfer.layout import KVShard
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
+from tandem_worker.transfer.transports import open_transports
 
 if TYPE_CHECKING:
     from tandem_worker.model.contract import KVCache
@@ -67,10 +68,17 @@ def open_follower_transport(
     if config.role is Role.UNIFIED:
         return None
     space = BlockSpace(kv_cache, shard, plan.layout)
+    transports = open_transports(config.kv, pod.pod_ip)
     identity = group_identity(config, pod, digest, plan)
     if config.role is Role.DECODE:
         receiver = FollowingReceiver(
-            space, identity, answer, verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals
+            space,
+            identity,
+            answer,
+            verify=config.kv.verify,
+            ring=runtime.peers,
+            vitals=runtime.vitals,
+            transports=transports,
         )
         return receiver.handle
     port = config.kv.port + local_rank
@@ -82,5 +90,6 @@ def open_follower_transport(
         port=port,
         ring=runtime.peers,
         vitals=runtime.vitals,
+        transports=transports,
     )
     return start_server(server, port).handle

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tandem_worker.tiers.shelf import Shelf
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
+    from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ class _Start:
             step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
-            step("client", "opening the KV client", self._open_client, "libraries"),
+            step("transports", "opening the KV transports", self._open_transports, "libraries"),
+            step("client", "opening the KV client", self._open_client, "transports"),
             step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
             step(
                 *("engine", "allocating the KV cache", self._build_engine),
@@ -131,7 +133,7 @@ class _Start:
             step("warm_up", "warming up", _warm_up, "engine", "weights", "tiers"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
-                *("engine", "client", "digest", "seat", "tiers", "warm_up"),
+                *("engine", "client", "digest", "seat", "tiers", "transports", "warm_up"),
             ),
             step(
                 *("worker", "building the application", self._build_worker),
@@ -265,12 +267,25 @@ class _Start:
 
         return observe_generation(path, tokenizer, self._config.generation_settings)
 
-    def _open_client(self, _: None) -> TcpPrefillClient | None:
-        from tandem_worker.transfer.decode.client import TcpPrefillClient
+    def _open_transports(self, _: None) -> Transports | None:
+        """What `spec.kv.transport` asks for, where this role moves blocks."""
+        if self._config.role is Role.UNIFIED:
+            return None  # and nothing of it is imported
+        from tandem_worker.transfer.transports import open_transports
 
+        return open_transports(self._config.kv, self._pod.pod_ip)
+
+    def _open_client(self, transports: Transports | None) -> TcpPrefillClient | None:
         if self._config.role is not Role.DECODE:
             return None
-        return TcpPrefillClient(verify=self._config.kv.verify, ring=self._runtime.peers, vitals=self._runtime.vitals)
+        from tandem_worker.transfer.decode.client import TcpPrefillClient
+
+        return TcpPrefillClient(
+            verify=self._config.kv.verify,
+            ring=self._runtime.peers,
+            vitals=self._runtime.vitals,
+            transports=transports,
+        )
 
     def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
         """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
@@ -332,10 +347,13 @@ class _Start:
         digest: str,
         seat: GroupSeat | None,
         tiers: Tiers | None,
+        transports: Transports | None,
         _: None,
     ) -> TcpPrefillServer | None:
         shelf = None if tiers is None else tiers.shelf
-        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat, shelf)
+        return _connect_transport(
+            built[0], client, self._config, self._pod, self._runtime, digest, seat, shelf, transports
+        )
 
     def _build_worker(
         self,
@@ -484,6 +502,7 @@ def _connect_transport(
     digest: str,
     seat: GroupSeat | None,
     shelf: Shelf | None,
+    transports: Transports | None,
 ) -> TcpPrefillServer | None:
     """The KV port of a worker that takes orders or gives its blocks away; decode workers' client, joined with the
     engine."""
@@ -520,6 +539,7 @@ def _connect_transport(
         vitals=runtime.vitals,
         shelf=shelf,
         tracer=runtime.tracer,
+        transports=transports if config.role is Role.PREFILL else None,
     )
     return start_server(server, config.kv.port)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric, RankTelemetry, WorkerTelemetry
+from tandem_api.telemetry import KVTransportTelemetry, Metric, RankTelemetry, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.nvml import NO_GPU, GpuSample
@@ -115,6 +115,19 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         kv_transfer_bytes_per_second=None if transfer is None else transfer.bytes_per_second,
         kv_transfer_bytes_total=None if transfer is None else transfer.bytes_sent + transfer.bytes_received,
         kv_transfer_seconds_total=None if transfer is None else transfer.seconds_receiving,
+        kv_transport=None if transfer is None else describe_transport(transfer),
+    )
+
+
+def describe_transport(transfer: TransferStats) -> KVTransportTelemetry:
+    """What moves blocks, as gateways and the operator are told."""
+    moved = None if transfer.transport is None else transfer.transports.get(transfer.transport)
+    return KVTransportTelemetry(
+        wanted=transfer.wanted,
+        transport=transfer.transport,
+        protocol=transfer.protocol,
+        bytes_per_second=None if moved is None else moved.bytes_per_second,
+        fallback=(transfer.fallback or "")[:1000],
     )
 
 
@@ -297,6 +310,26 @@ def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
         Metric.WORKER_KV_TRANSFER_SECONDS_TOTAL,
         "Time in which KV blocks were arriving, from however many workers.",
         transfer.seconds_receiving,
+    )
+    out.counters(
+        Metric.WORKER_KV_TRANSPORT_BYTES_TOTAL,
+        "KV bytes that each transport has moved.",
+        [({"transport": name}, moved.num_bytes) for name, moved in transfer.transports.items()],
+    )
+    out.gauges(
+        Metric.WORKER_KV_TRANSPORT_BYTES_PER_SECOND,
+        "Bandwidth of each transport while it moved KV, of the last transfers.",
+        [({"transport": name}, moved.bytes_per_second) for name, moved in transfer.transports.items()],
+    )
+    out.gauge(
+        Metric.WORKER_KV_TRANSPORT_FALLBACK,
+        "1 while the transport that spec.kv.transport asks for cannot be had.",
+        float(transfer.fallback is not None),
+    )
+    out.gauge(
+        Metric.WORKER_KV_SLOTS_HELD,
+        "Landings for Mooncake that nobody uses, because a write may still come.",
+        transfer.held_slots,
     )
     out.counter(
         Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,

@@ -27,6 +27,17 @@ from typing import Protocol
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A transport besides the connection itself that one end has, or was asked for and lacks."""
+
+    transport: str
+    protocol: str
+    """What it goes over: both ends need the same."""
+    obstacle: str = ""
+    """Why it is missing, in words; empty where it is there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Who speaks, and what must be equal at both ends."""
@@ -41,6 +52,12 @@ class Identity:
     """What the speaking rank holds; None is the whole model."""
     ranks: tuple[RankAddress, ...] = ()
     """Prefill end: all ranks that hold an order's blocks, the first of which takes orders. Empty: the speaker alone."""
+    offers: tuple[Offer, ...] = ()
+    """Transports besides TCP, which every end has."""
+    instance: str = ""
+    """Prefill end: names the process whose Mooncake engines write; empty where it has none."""
+    unsettled: tuple[str, ...] = ()
+    """Prefill end: engines that something of this process may still write to."""
 
     def refusal(self, peer: Identity) -> str | None:
         """Why blocks of `peer` must not be mixed with ours; None when they may."""
@@ -79,6 +96,15 @@ class TransferTimeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransportStats:
+    """What one transport has moved."""
+
+    num_bytes: int
+    bytes_per_second: float | None
+    """While bytes were moving, of the last transfers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """Counters since the start."""
 
@@ -100,10 +126,24 @@ class TransferStats:
     """Frames and blocks that were not used, by `checksums.Damage`."""
     quota_refusals: Mapping[str, int] = field(default_factory=dict[str, int])
     """What peers were refused, by `quotas.Quota`."""
+    wanted: str = "TCP"
+    """`spec.kv.transport`."""
+    transport: str | None = None
+    """What the last order used; None before the first one, and where it was refused."""
+    protocol: str | None = None
+    """What Mooncake goes over at this end; None where it is not there."""
+    transports: Mapping[str, TransportStats] = field(default_factory=dict[str, "TransportStats"])
+    """By transport: those that have moved something."""
+    fallback: str | None = None
+    """Why what was asked for was not used, the last time that it was not; None where it was."""
+    held_slots: int = 0
+    """Landings that nobody uses because a late write may still come."""
 
 
 def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
-    """Of a process that has both ends. Rates are those of the end that has one, of `other` where both have."""
+    """For a process that has both ends. Rates are those of the end that has one, of `other` where both have; transports
+    are those of the end that moves orders' blocks: one that only gives blocks to whoever asks has none but TCP."""
+    orders = one if (other.wanted, other.transport, other.fallback) == ("TCP", None, None) else other
     return TransferStats(
         bytes_sent=one.bytes_sent + other.bytes_sent,
         bytes_received=one.bytes_received + other.bytes_received,
@@ -115,6 +155,12 @@ def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
         refusals=_add(one.refusals, other.refusals),
         integrity_failures=_add(one.integrity_failures, other.integrity_failures),
         quota_refusals=_add(one.quota_refusals, other.quota_refusals),
+        wanted=orders.wanted,
+        transport=orders.transport,
+        protocol=orders.protocol,
+        transports=orders.transports,
+        fallback=orders.fallback,
+        held_slots=one.held_slots + other.held_slots,
     )
 
 

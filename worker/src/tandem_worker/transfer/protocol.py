@@ -11,6 +11,8 @@ Whoever wants blocks that another worker has computed asks for them by name, on 
     puller ── HELLO, FETCH, CANCEL ──▶ holder
     puller ◀─ HELLO or REFUSED, SLOTS, FETCHED or FAILED ── holder
 
+Where both ends have Mooncake's engine, GRANT gives an order slots, and LANDED stands in the place of BLOCKS.
+
 In groups the order goes from first rank to first rank. Every other pair of ranks that has something to move opens a
 connection of its own, on which the decode rank says ATTACH under the order's number. A connection moves the slice of
 each block that its two ranks have in common; layers are numbered as in the whole model.
@@ -41,7 +43,7 @@ from tandem_api.tracing import read_context
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.trace import Hop
 from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
-from tandem_worker.transfer.contract import Identity
+from tandem_worker.transfer.contract import Identity, Offer
 from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
@@ -103,6 +105,8 @@ class FrameKind(IntEnum):
     FETCH = 20
     SLOTS = 21
     FETCHED = 22
+    GRANT = 30
+    LANDED = 31
 
 
 MAX_BODY: Mapping[FrameKind, int] = {
@@ -121,6 +125,8 @@ MAX_BODY: Mapping[FrameKind, int] = {
     FrameKind.FETCH: _FETCH_HEAD_BYTES + BLOCK_NAME_BYTES * MAX_NAMES,
     FrameKind.SLOTS: SLOTS_HEAD_BYTES + MAX_BLOCK_BYTES,
     FrameKind.FETCHED: _FETCHED_BYTES,
+    FrameKind.GRANT: 1 << 12,  # those of `mooncake.frames`
+    FrameKind.LANDED: 64 << 10,
 }
 
 
@@ -214,6 +220,9 @@ def encode_hello(identity: Identity) -> bytes:
             "layout": identity.layout,
             "shard": None if identity.shard is None else encode_shard(identity.shard),
             "ranks": encode_ranks(identity.ranks),
+            "offers": [[offer.transport, offer.protocol, offer.obstacle] for offer in identity.offers],
+            "instance": identity.instance,
+            "unsettled": identity.unsettled,
         }
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
@@ -235,6 +244,9 @@ def decode_hello(body: bytes) -> Identity:
             layout=str(fields["layout"]),
             shard=None if fields["shard"] is None else decode_shard(fields["shard"]),
             ranks=decode_ranks(fields["ranks"]),
+            offers=tuple(Offer(*map(str, offer)) for offer in fields["offers"]),
+            instance=str(fields["instance"]),
+            unsettled=tuple(map(str, fields["unsettled"])),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TransferError("the peer's hello is not one of Tandem's KV transport") from error

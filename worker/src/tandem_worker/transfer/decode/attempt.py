@@ -109,8 +109,8 @@ class LinkListener:
         """Something arrived that is not used; `checksums.Damage`."""
         raise NotImplementedError
 
-    def received(self, num_bytes: int, seconds: float) -> None:
-        """A frame of blocks came in, with `num_bytes` of KV in `seconds`."""
+    def received(self, num_bytes: int, seconds: float, transport: str = "TCP") -> None:
+        """Blocks came in, `num_bytes` of KV in `seconds`."""
         raise NotImplementedError
 
     def link_closed(self, link: Connection, reason: str) -> None:

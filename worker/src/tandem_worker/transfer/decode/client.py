@@ -20,6 +20,7 @@ from tandem_worker.transfer.decode.receiver import Intake, IntakeListener, RankR
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.messages import Arrived, Failed, Receive, Withdraw, decode_message, encode_message
+from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class TcpPrefillClient(IntakeListener):
         timeouts: TransferTimeouts | None = None,
         ring: Callable[[], KeyRing] = open_ring,
         vitals: Vitals | None = None,
+        transports: Transports | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ring` gives the keys that are good now: peers that do not prove one get no orders."""
@@ -72,6 +74,7 @@ class TcpPrefillClient(IntakeListener):
             timeouts=timeouts or TransferTimeouts(),
             ring=ring,
             vitals=vitals or Vitals(),
+            transports=transports,
             clock=clock,
         )
         self._lock = threading.Lock()
@@ -263,11 +266,17 @@ class FollowingReceiver(IntakeListener):
         timeouts: TransferTimeouts | None = None,
         ring: Callable[[], KeyRing] = open_ring,
         vitals: Vitals | None = None,
+        transports: Transports | None = None,
     ) -> None:
         """`answer` brings a message to the first rank's `TcpPrefillClient.handle`; called on any thread."""
         self._answer = answer
         self._receiver = RankReceiver(
-            self, verify=verify, timeouts=timeouts or TransferTimeouts(), ring=ring, vitals=vitals or Vitals()
+            self,
+            verify=verify,
+            timeouts=timeouts or TransferTimeouts(),
+            ring=ring,
+            vitals=vitals or Vitals(),
+            transports=transports,
         )
         self._receiver.bind(space, replace(identity, shard=space.shard))
         self._lock = threading.Lock()

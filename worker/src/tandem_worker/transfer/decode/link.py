@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tandem_api.keys import KeyRing
 
@@ -21,9 +22,10 @@ from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.blocks import BlockSpace, BlockWriter
+from tandem_worker.transfer.blocks import BlockSpace, BlockWriter, Views
 from tandem_worker.transfer.channel import Channel, Waker, advance, configure
 from tandem_worker.transfer.checksums import Damage, sum_blocks
+from tandem_worker.transfer.choice import MOONCAKE
 from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, LinkListener, wipe
 from tandem_worker.transfer.decode.reception import Reception
@@ -32,10 +34,16 @@ from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 from tandem_worker.transfer.slicing import Piece, agree
+from tandem_worker.transfer.transports import Transports
+
+if TYPE_CHECKING:
+    from tandem_worker.transfer.decode.landed import LandedBlocks
 
 logger = logging.getLogger(__name__)
 
-_FROM_PREFILL = frozenset({FrameKind.START, FrameKind.BLOCKS, FrameKind.DONE, FrameKind.FAILED, FrameKind.HEARTBEAT})
+_FROM_PREFILL = frozenset(
+    {FrameKind.START, FrameKind.BLOCKS, FrameKind.LANDED, FrameKind.DONE, FrameKind.FAILED, FrameKind.HEARTBEAT}
+)
 _HELLO = frozenset({FrameKind.HELLO, FrameKind.REFUSED})
 
 
@@ -53,6 +61,7 @@ class PrefillLink:
         timeouts: TransferTimeouts,
         ring: Callable[[], KeyRing],
         vitals: Vitals,
+        transports: Transports,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises OSError where the system has no descriptor for it."""
@@ -63,6 +72,9 @@ class PrefillLink:
         self._verify = verify
         self._timeouts = timeouts
         self._ring, self._vitals = ring, vitals
+        self._transports = transports
+        self._landed: LandedBlocks | None = None
+        """Where this peer's engine may write; None until the first order that goes through it."""
         self._clock = clock
         self._lock = threading.Lock()
         """Guards `_closed`, and that nothing is posted after closing."""
@@ -179,6 +191,7 @@ class PrefillLink:
         if refusal := self._identity.refusal(peer):
             raise TransferError(refusal)
         self._agree(peer)
+        self._transports.greet(peer)
         self._peer, self._handshake_deadline = peer, None
         self._take_posted(channel)
         return channel
@@ -209,6 +222,9 @@ class PrefillLink:
             self._take_blocks(channel, header, writer)
             return
         body = self._read_body(channel, header)
+        if header.kind is FrameKind.LANDED:
+            self._take_landed(channel, header.transfer, body, writer)
+            return
         if header.kind is FrameKind.HEARTBEAT:
             if (progress := protocol.decode_heartbeat(body)) != self._peer_progress:
                 self._peer_progress, self._progressed_at = progress, self._clock()
@@ -253,6 +269,24 @@ class PrefillLink:
                 attempt.order.hop.note_blocks(payload_bytes, started, ended)
         self._listener.received(payload_bytes, ended - started)
 
+    def _take_landed(self, channel: Channel, transfer: int, body: bytes, writer: BlockWriter) -> None:
+        """Blocks stand in a slot, or were lost on the way to it."""
+        if self._landed is None:
+            raise TransferError("the peer landed in a slot, and was granted none")
+        attempt = self._active.get(transfer)
+        if attempt is not None and attempt.started_at is None:
+            self._note_start(attempt)
+        started = self._clock()
+        taken = self._landed.take(body, attempt, writer)
+        channel.queue(taken.grant)
+        ended = self._clock()
+        if attempt is not None and taken.num_bytes:
+            attempt.last_progress = ended
+            if attempt.order is not None and attempt.order.hop is not None:
+                attempt.order.hop.note_blocks(taken.num_bytes, started, ended)
+        if taken.num_bytes:
+            self._listener.received(taken.num_bytes, taken.seconds, MOONCAKE)
+
     def _land(
         self,
         channel: Channel,
@@ -285,19 +319,27 @@ class PrefillLink:
         with attempt.landing:
             if not attempt.is_open:
                 return False
-            if not all(good):
-                self._wipe_bad(views.blocks, good)
-            attempt.unverified = ()
-            writer.commit(blocks.layer, block_ids, good)
-        assert attempt.reception is not None, "it said what is expected"
-        attempt.reception.record(blocks, good)
+            self._settle(attempt, blocks, block_ids, views, good, writer)
         return True
 
-    def _wipe_bad(self, received: Sequence[Sequence[memoryview]], good: Sequence[bool]) -> None:
-        for runs, intact in zip(received, good, strict=True):
+    def _settle(
+        self,
+        attempt: Attempt,
+        blocks: BlockRange,
+        block_ids: tuple[int, ...],
+        views: Views,
+        good: Sequence[bool],
+        writer: BlockWriter,
+    ) -> None:
+        """Under `landing`, with an open attempt: what is good stays, what is not is wiped."""
+        for runs, intact in zip(views.blocks, good, strict=True):
             if not intact:
                 wipe(runs)
                 self._listener.damaged(Damage.BLOCK)
+        attempt.unverified = ()
+        writer.commit(blocks.layer, block_ids, good)
+        assert attempt.reception is not None, "it said what is expected"
+        attempt.reception.record(blocks, good)
 
     def _take_done(self, channel: Channel, attempt: Attempt, done: Done) -> None:
         assert self._peer is not None, "frames come after the handshake"
@@ -350,6 +392,9 @@ class PrefillLink:
         attempt.reception = Reception(attempt.block_ids, attempt.first, tuple(self._pieces))
         attempt.ordered_at = attempt.last_progress = self._clock()
         self._active[attempt.transfer] = attempt
+        if (refusal := self._choose_transport(channel, attempt)) is not None:
+            self._fail(attempt, f"{self.endpoint}: {refusal}")
+            return
         if attempt.order is None:
             channel.queue(protocol.encode_attach(attempt.transfer, len(attempt.block_ids) - attempt.first))
             return
@@ -360,12 +405,35 @@ class PrefillLink:
             return
         self._listener.attempt_ordered(attempt, self._ranks, self._mine)
 
+    def _choose_transport(self, channel: Channel, attempt: Attempt) -> str | None:
+        """Tell the peer by what this order moves, before the order. Returns why it cannot be given."""
+        assert self._peer is not None, "orders come after the handshake"
+        obstacle = self._transports.find_obstacle(self._peer, self.endpoint)
+        if obstacle is None and self._landed is None:
+            from tandem_worker.transfer.decode.landed import LandedBlocks
+
+            try:
+                self._landed = LandedBlocks(self._transports, self._pieces, self._settle)
+            except TransferError as error:
+                obstacle = str(error)
+        choice = self._transports.choose(obstacle)
+        if choice.transport is None:
+            return f"{self._transports.policy.wanted} is asked for (spec.kv.transport), and {choice.fallback}"
+        if choice.transport == MOONCAKE:
+            assert self._landed is not None, "there is no obstacle"
+            channel.queue(self._landed.grant(attempt.transfer))
+        return None
+
     def _end(self, reason: str) -> None:
         with self._lock:
             self._closed = True
         self._waker.close()
         if self._channel is not None:
             self._channel.close()
+        if self._landed is not None and self._peer is not None:
+            if self._landed.unreached is not None:
+                self._transports.note_unreached(self.endpoint, self._landed.unreached)
+            self._landed.close(self._peer)
         self._listener.link_closed(self, reason)
         lost = [attempt for attempt in (*self._active.values(), *self._ordered) if attempt.close()]
         self._active.clear()

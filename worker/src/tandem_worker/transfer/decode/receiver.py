@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_api.keys import KeyRing
 
@@ -21,6 +21,7 @@ from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.checksums import Damage
+from tandem_worker.transfer.choice import TCP
 from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, Connection, LinkListener
 from tandem_worker.transfer.decode.link import PrefillLink
@@ -28,6 +29,7 @@ from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import Done
 from tandem_worker.transfer.slicing import plan_slices
+from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,11 @@ class RankReceiver(LinkListener):
         timeouts: TransferTimeouts,
         ring: Callable[[], KeyRing],
         vitals: Vitals,
+        transports: Transports | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
+        self._transports = transports or Transports()
         self._verify = verify
         self._timeouts = timeouts
         self._ring, self._vitals = ring, vitals
@@ -101,7 +105,7 @@ class RankReceiver(LinkListener):
 
     def bind(self, space: BlockSpace, identity: Identity) -> None:
         """Say where blocks are written, and as whom peers are greeted. Comes before the first order."""
-        self._space, self._identity = space, identity
+        self._space, self._identity = space, replace(identity, offers=self._transports.offers)
 
     @property
     def block_size(self) -> int:
@@ -163,6 +167,12 @@ class RankReceiver(LinkListener):
                 bytes_per_second=self._meter.rate,
                 seconds_receiving=self._arriving.seconds,
                 integrity_failures=dict(self._damage),
+                wanted=self._transports.policy.wanted,
+                transport=self._transports.last,
+                protocol=self._transports.protocol,
+                transports=self._transports.stats(),
+                fallback=self._transports.fallback,
+                held_slots=self._transports.num_held,
             )
 
     def close(self) -> None:
@@ -225,6 +235,7 @@ class RankReceiver(LinkListener):
             timeouts=self._timeouts,
             ring=self._ring,
             vitals=self._vitals,
+            transports=self._transports,
             clock=self._clock,
         )
 
@@ -286,8 +297,9 @@ class RankReceiver(LinkListener):
         with self._lock:
             self._damage[kind] += 1
 
-    def received(self, num_bytes: int, seconds: float) -> None:
+    def received(self, num_bytes: int, seconds: float, transport: str = TCP) -> None:
         """Count the bytes, which arrived in the last `seconds`, and their rate."""
+        self._transports.note_moved(transport, num_bytes, seconds)
         with self._lock:
             now = self._clock()
             self._arriving.add(now - seconds, now)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter
@@ -13,6 +14,9 @@ from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.prefill.outbox import ReadyBlocks, Shelf
 from tandem_worker.transfer.prefill.tracing import OrderTrace
 from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange, Done
+
+if TYPE_CHECKING:
+    from tandem_worker.transfer.mooncake.departure import Departures
 
 _MIN_RATE = 1e6
 """Bytes per second that a peer takes at least."""
@@ -36,6 +40,8 @@ class Outgoing:
     sent_at: float | None = None
     resends: int = 0
     trace: OrderTrace | None = None
+    departures: Departures | None = None
+    """Through which its blocks go; None: through the connection."""
 
     def find_again(self, ranges: Sequence[BlockRange], layers: Sequence[int]) -> list[ReadyBlocks]:
         """What a peer asks for once more. Raises TransferError for what it cannot lack, however often it asks."""

@@ -32,6 +32,7 @@ from tandem_worker.transfer.prefill.outbox import Outbox
 from tandem_worker.transfer.prefill.outgoing import SessionTotals
 from tandem_worker.transfer.prefill.quotas import Account, Ledger, Quotas
 from tandem_worker.transfer.prefill.session import Session
+from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class TcpPrefillServer:
         quotas: Quotas | None = None,
         shelf: BlockShelf | None = None,
         tracer: Tracer | None = None,
+        transports: Transports | None = None,
     ) -> None:
         """`engine` is None on ranks that follow, `group` is the first rank's way to them. `engine` is None too of a
         worker that takes no orders and only gives away what it has computed, which is on its `shelf`; None: it gives
@@ -68,7 +70,8 @@ class TcpPrefillServer:
         """
         self._engine = engine
         self._space = space
-        self._identity = replace(identity, shard=space.shard)
+        self._transports = transports or Transports()
+        self._identity = replace(identity, shard=space.shard, offers=self._transports.offers)
         self._group = group
         self._outbox = Outbox(space, None if group is None else self._tell_followers)
         self._address = (host, port)
@@ -125,6 +128,11 @@ class TcpPrefillServer:
                 refusals={reason.value: refused[reason] for reason in Refusal},
                 integrity_failures=dict(totals.damage),
                 quota_refusals=self._ledger.refusals,
+                wanted=self._transports.policy.wanted,
+                transport=self._transports.last,
+                protocol=self._transports.protocol,
+                transports=self._transports.stats(),
+                fallback=self._transports.fallback,
             )
 
     def close(self) -> None:
@@ -173,6 +181,7 @@ class TcpPrefillServer:
             on_closed=self._forget,
             shelf=self._shelf,
             tracer=self._tracer,
+            transports=self._transports,
         )
         with self._lock:
             self._sessions.add(session)

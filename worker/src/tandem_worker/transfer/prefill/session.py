@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tandem_api.tracing import Tracer
 
@@ -24,6 +25,7 @@ from tandem_worker.transfer import protocol
 from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
 from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.choice import MOONCAKE, TCP
 from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
 from tandem_worker.transfer.fetches import BlockShelf, decode_fetch
@@ -34,17 +36,25 @@ from tandem_worker.transfer.prefill.quotas import Account, Quota
 from tandem_worker.transfer.prefill.tracing import OrderTrace
 from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 from tandem_worker.transfer.slicing import Piece, agree
+from tandem_worker.transfer.transports import Transports
+
+if TYPE_CHECKING:
+    from tandem_worker.transfer.mooncake.departure import Departures
+    from tandem_worker.transfer.mooncake.frames import Landed
 
 logger = logging.getLogger(__name__)
 
 _FROM_DECODE = frozenset(
     {
-        FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND, FrameKind.RELEASE, FrameKind.CANCEL, FrameKind.FETCH,
+        FrameKind.GRANT, FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND, FrameKind.RELEASE, FrameKind.CANCEL,
+        FrameKind.FETCH,
     }
 )  # fmt: skip
 _HELLO = frozenset({FrameKind.HELLO})
 _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
+LOOK_SECONDS = 0.001
+"""Between two looks at what is in flight through slots: polling without sleep costs a core."""
 _GATHERED_SECONDS = 0.004
 _GATHERED_BYTES = 256 << 10
 """Layers that are done sooner after one another, and are no more than this, are sent together: of a short prompt each
@@ -70,6 +80,7 @@ class Session:
         account: Account,
         timeouts: TransferTimeouts,
         on_closed: Callable[[Session], None],
+        transports: Transports,
         shelf: BlockShelf | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,6 +102,11 @@ class Session:
         self._timeouts = timeouts
         self._on_closed = on_closed
         self._tracer = tracer
+        self._transports = transports
+        self._departures: Departures | None = None
+        """What goes through slots; None until the peer grants some."""
+        self._through_slots: int | None = None
+        """The order that comes next, where it does."""
         self._clock = clock
         configure(sock)
         self._waker = Waker()
@@ -232,7 +248,7 @@ class Session:
             self._channel.queue(protocol.encode_text(FrameKind.REFUSED, 0, refusal or ""))
             self._channel.service()
             raise TransferError(f"refused: {refusal}")
-        self._channel.queue(protocol.encode_hello(self._identity))
+        self._channel.queue(protocol.encode_hello(self._transports.sign(self._identity)))
         self._peer, self._handshake_deadline = peer, None
 
     def _agree(self, peer: Identity) -> None:
@@ -243,6 +259,9 @@ class Session:
         self._reader = self._space.reader(self._pieces)
 
     def _take(self, header: Header, body: bytes) -> None:
+        if header.kind is FrameKind.GRANT:
+            self._take_grant(header.transfer, body)
+            return
         if header.kind is FrameKind.PREFILL:
             self._take_order(header.transfer, protocol.decode_prefill(body))
             return
@@ -267,6 +286,25 @@ class Session:
         else:
             self._give_up(outgoing, abort=header.kind is not FrameKind.RELEASE or outgoing.done is None)
 
+    def _take_grant(self, transfer: int, body: bytes) -> None:
+        from tandem_worker.transfer.mooncake.frames import decode_grant
+
+        if self._departures is None:
+            if self._transports.stations is None or not self._pieces:
+                raise TransferError("the peer granted slots, and this worker has not offered Mooncake")
+            from tandem_worker.transfer.mooncake.departure import Departures
+
+            assert self._reader is not None, "grants come after the handshake"
+            self._departures = Departures(self._transports.stations, self._reader, self._pieces)
+        self._departures.take_grant(decode_grant(body))
+        if transfer:
+            self._through_slots = transfer
+
+    def _departures_of(self, transfer: int) -> Departures | None:
+        """Through which an order goes that has just come; None: through this connection."""
+        named, self._through_slots = self._through_slots, None
+        return self._departures if named == transfer else None
+
     def _take_order(self, transfer: int, order: RemotePrefill) -> None:
         assert self._peer is not None, "orders come after the handshake"
         if transfer in self._orders:
@@ -286,6 +324,7 @@ class Session:
         engine_id = f"{order.request_id}/{self._name}/{transfer}"
         num_tokens = len(order.token_ids)
         outgoing = Outgoing(transfer, self._outbox.attach(transfer, self), engine_id, num_tokens, self._clock())
+        outgoing.departures = self._departures_of(transfer)
         self._orders[transfer] = outgoing
         self._transfers[engine_id] = transfer
         self._num_strays = 0
@@ -323,6 +362,7 @@ class Session:
             return
         shelf = self._outbox.attach(transfer, self)
         outgoing = Outgoing(transfer, shelf, None, since=self._clock(), num_unreported=count * len(self._pieces))
+        outgoing.departures = self._departures_of(transfer)
         self._orders[transfer] = outgoing
 
     def _refuse(self, transfer: int, reason: str) -> None:
@@ -332,7 +372,8 @@ class Session:
         outgoing.resends += 1
         if outgoing.resends > protocol.MAX_RESENDS:
             raise self._account.ledger.refuse(Quota.RESENDS, "the peer asked for blocks again too often")
-        self._to_send.extend(outgoing.find_again(ranges, tuple(self._pieces)))
+        for ready in outgoing.find_again(ranges, tuple(self._pieces)):
+            self._send(outgoing, ready)
         with self._totals.lock:
             self._totals.resends += 1
         outgoing.sent_at = None
@@ -370,6 +411,8 @@ class Session:
             self._give_up(outgoing, abort=True)
         for queue in (self._reported, self._to_send, self._to_finish):
             queue.clear()  # session and channel name each other: Python looks for such cycles, but rarely
+        if self._departures is not None:
+            self._departures.close()
         self._account.close()
         self._on_closed(self)
 
@@ -396,14 +439,44 @@ class Session:
         outgoing.block_ids.update(zip(count_up(ready.blocks), ready.block_ids, strict=True))
         if ready.blocks.layer not in self._pieces:
             return
-        self._to_send.append(ready)
+        self._send(outgoing, ready)
         if outgoing.engine_id is None:
             outgoing.num_unreported -= ready.blocks.count
             if outgoing.num_unreported == 0:
                 outgoing.done = Done(0, b"")
                 self._to_finish.append(outgoing)
 
+    def _send(self, outgoing: Outgoing, ready: ReadyBlocks) -> None:
+        if outgoing.departures is None:
+            self._to_send.append(ready)
+        else:
+            outgoing.departures.add(ready)
+
     def on_tick(self, now: float) -> float | None:
+        """Checks deadlines, and what is in flight through slots: often, while something is."""
+        delay = self._check_deadlines(now)
+        if self._departures is None or not self._departures.busy:
+            return delay
+        self._tell_landed(self._departures.settle(now))
+        return LOOK_SECONDS if delay is None else min(delay, LOOK_SECONDS)
+
+    def _tell_landed(self, ended: Sequence[tuple[int, Landed, int]]) -> None:
+        from tandem_worker.transfer.mooncake.frames import encode_landed
+
+        for transfer, landed, num_bytes in ended:
+            self._channel.queue(encode_landed(transfer, landed))
+            if landed.lost:
+                continue
+            seconds = landed.micros / 1e6
+            self._transports.note_moved(MOONCAKE, num_bytes, seconds)
+            with self._totals.lock:
+                self._totals.bytes_sent += num_bytes
+                self._totals.meter.observe(num_bytes, seconds)
+            outgoing = self._orders.get(transfer)
+            if outgoing is not None and outgoing.trace is not None:
+                outgoing.trace.sent.note_blocks(num_bytes, self._clock() - seconds, self._clock())
+
+    def _check_deadlines(self, now: float) -> float | None:
         if self._handshake_deadline is not None:
             if now >= self._handshake_deadline:
                 raise TransferError(f"no hello within {self._timeouts.handshake:g} s")
@@ -418,8 +491,10 @@ class Session:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._timeouts.heartbeat
             self._check_orders(now)
-            waits = self._channel.has_output or bool(self._to_send)
-            self._flow.look(now, waits=waits, bytes_sent=self._channel.bytes_sent)
+            waits, sent = self._channel.has_output or bool(self._to_send), self._channel.bytes_sent
+            if self._departures is not None:
+                waits, sent = waits or self._departures.waits, sent + self._departures.bytes_landed
+            self._flow.look(now, waits=waits, bytes_sent=sent)
             while self._begun:
                 self._channel.say(protocol.encode_start(self._begun.pop()))
             steps = 0 if self._engine is None else self._engine.stats().steps_total
@@ -439,6 +514,11 @@ class Session:
     def next_frame(self) -> Sequence[bytes | memoryview] | None:
         """One frame at a time: its checksums are computed while the ones before it are on their way."""
         self._note_sent()
+        if self._departures is not None:
+            lost = self._departures.pump(self._clock(), self._read_guarded)
+            if lost:
+                self._tell_landed(lost)
+                return []
         while self._to_send:
             ready = self._to_send[0]
             outgoing = self._orders.get(ready.transfer)
@@ -447,12 +527,24 @@ class Session:
                     if outgoing.shelf.is_open:
                         return self._blocks_frame(ready)
             self._to_send.popleft()  # cancelled meanwhile
-        while self._to_finish:
-            outgoing = self._to_finish.popleft()
+        for outgoing in tuple(self._to_finish):
+            if outgoing.departures is not None and outgoing.departures.has_of(outgoing.transfer):
+                continue  # DONE comes after the last of its blocks
+            self._to_finish.remove(outgoing)
             if self._orders.get(outgoing.transfer) is outgoing and outgoing.done is not None:
                 outgoing.sent_at = self._clock()
                 return [protocol.encode_done(outgoing.transfer, outgoing.done)]
         return self._fetches.next_frame()
+
+    def _read_guarded(self, ready: ReadyBlocks, read: Callable[[], None]) -> bool:
+        """Run `read` while these blocks are what the engine computed; False where they may be another's by now."""
+        outgoing = self._orders.get(ready.transfer)
+        if outgoing is None:
+            return False
+        with outgoing.shelf.guard:
+            if outgoing.shelf.is_open:
+                read()
+            return outgoing.shelf.is_open
 
     def _blocks_frame(self, ready: ReadyBlocks) -> Sequence[bytes | memoryview]:
         """The first blocks of `ready` that fit one frame; the rest stays at the head of the queue."""
@@ -479,6 +571,7 @@ class Session:
             with self._totals.lock:
                 self._totals.bytes_sent += self._frame_bytes
                 self._totals.meter.observe(self._frame_bytes, self._clock() - self._frame_started)
+            self._transports.note_moved(TCP, self._frame_bytes, self._clock() - self._frame_started)
             if self._frame_of is not None and self._frame_of.trace is not None:
                 self._frame_of.trace.sent.note_blocks(self._frame_bytes, self._frame_started, self._clock())
             self._frame_bytes = 0

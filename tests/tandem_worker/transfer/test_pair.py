@@ -10,6 +10,8 @@ import pytest
 from tandem_worker.transfer.channel import Waker
 from tandem_worker.transfer.prefill import session
 
+pytestmark = pytest.mark.parametrize("transport", ["TCP", "Mooncake"])
+
 
 @pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (4, 0), (30, 0), (30, 8), (32, 28)])
 def test_ordered_blocks_arrive(pair: Any, kit: SimpleNamespace, tokens: int, cached: int) -> None:
@@ -65,8 +67,8 @@ def test_layers_that_are_done_quickly_are_sent_together(
     assert held_pair.arrived(0, 8)
 
 
-def test_many_orders_share_one_connection(kit: SimpleNamespace) -> None:
-    pair = kit.Pair()
+def test_many_orders_share_one_connection(kit: SimpleNamespace, transport: str) -> None:
+    pair = kit.Pair(transport=transport)
     try:
         endpoint = pair.serve()
         for number in range(40):
