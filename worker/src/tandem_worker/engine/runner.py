@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,6 +36,9 @@ from tandem_worker.engine.schedule.request import Request, Sequence, SequenceSta
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.host.errors import WorkerError
 from tandem_worker.model.pooling import Pooling
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +70,11 @@ class StepRunner:
         runs_ahead: bool = False,
         hand_over: Callable[[], None] = lambda: None,
         speculator: Speculator | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
         `speculator` puts guesses into steps; None: every step is one token of each choice.
+        `drafting`: where the model has a draft head, whether it guesses here or not; its steps do not run ahead.
 
         `hand_over` delivers `deltas`. Called where they would wait until another step is computed.
         """
@@ -97,6 +103,7 @@ class StepRunner:
         scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
         scheduler.tokens_within = self.meter.plan_chunk_tokens
         self.speculator = speculator
+        self._drafting = drafting
         if speculator is not None:
             scheduler.guess = speculator.plan
         self._right: Counter[Sequence] = Counter()
@@ -334,6 +341,8 @@ class StepRunner:
             return
         assert output is not None, "the step was not launched"
         if step.chosen is None:
+            if self._drafting is not None:
+                self._drafting.keep(plan, output.layout)
             self.scheduler.complete(plan)
             self._accept_step(output.layout, output.logits)
         else:
@@ -477,11 +486,14 @@ class StepRunner:
             rows: dict[Sequence, int] = {}
             for sequence, (guess, row) in wave.items():
                 if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
-                    self.scheduler.confirm(sequence)
                     rows[sequence] = row
             if not rows:
                 return
             right = set(rows)
+            if self._drafting is not None:
+                self._drafting.keep_guesses(wave, list(rows))
+            for sequence in rows:
+                self.scheduler.confirm(sequence)
             self._right.update(right)
             self._accept_logits(list(rows), logits[list(rows.values())])
 
