@@ -133,7 +133,8 @@ _LIMITS = (
         " && ".join(
             f"({_unset(f'engine.speculative.{field}', value)})"
             for field, value in (("method", "'Off'"), ("maxTokens", "8"), ("adaptive", "true"), ("history", "'64Mi'"))
-        ),
+        )
+        + " && (!has(self.engine.speculative) || !has(self.engine.speculative.draft))",
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
@@ -237,7 +238,8 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.tools != "Auto",
         engine.generation_settings != "Model",
         engine.weights != "Auto",
-        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi"),
+        (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi")
+        or guesses.draft is not None,
         kv.memory is not None,
         kv.disk is not None,
         kv.transport != "Auto",

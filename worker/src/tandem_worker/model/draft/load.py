@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.loader import WeightLoader
-from tandem_worker.model.config import CONFIG_FILE, read_raw_config
+from tandem_worker.model.config import CONFIG_FILE, ModelConfig, read_raw_config
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
@@ -40,11 +42,29 @@ def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = Non
             "DraftUnsupported",
             "Draft heads run on CPUs so far: leave engine.speculative.draft out, or set engine.device to CPU.",
         )
-    try:
+    with _explaining():
         return _load(path, model, backend)
+
+
+def check_draft(path: Path, config: ModelConfig) -> None:
+    """Whether the head in the folder `path` fits to a model with this configuration, by what can be told before
+    anything of it is read. Raises StartupError."""
+    target = TargetShape(vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_layers=config.num_layers)
+    with _explaining():
+        source = open_head(path)
+        head = parse_head_config(read_raw_config(path / CONFIG_FILE), target)
+        read_vocabulary(source, head.draft_vocab_size, target.vocab_size)
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Errors of checkpoints say which of the two is meant."""
+    try:
+        yield
     except StartupError as error:
-        named = str(error).startswith("The draft")
-        raise StartupError(error.reason, str(error) if named else f"The draft head cannot be read: {error}") from error
+        if str(error).startswith("The draft"):
+            raise
+        raise StartupError(error.reason, f"The draft head cannot be read: {error}") from error
 
 
 def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedLM:
