@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import pytest
 from tandem_worker.engine.guess.contract import Guess, Source
@@ -68,9 +69,7 @@ def costs(base: float = STEP) -> StepCosts:
     return known
 
 
-def ask(
-    guesser: DraftGuesser, sequences: list[Sequence], most: int = 4, **plan: list[tuple[int, int]]
-) -> dict[Sequence, Guess]:
+def ask(guesser: DraftGuesser, sequences: list[Sequence], most: int = 4, **plan: Any) -> dict[Sequence, Guess]:
     return guesser.propose(sequences, dict.fromkeys(sequences, most), StepPlan(decodes=sequences, **plan))
 
 

@@ -39,6 +39,7 @@ class HeadSpec:
     nested: bool = False
     own_embedding: bool = False
     hidden_size: int = 64
+    vocab_size: int = VOCAB
     draft_vocab_size: int = DRAFT_VOCAB
     norm_before_residual: bool | None = None
     norm_before_fc: bool = False
@@ -62,8 +63,8 @@ class HeadSpec:
 
 def head_config(spec: HeadSpec) -> dict[str, Any]:
     layer = {
-        "vocab_size": VOCAB, "hidden_size": spec.hidden_size, "intermediate_size": 112, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+        "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "intermediate_size": 112,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 2048, "model_type": "llama", "hidden_act": "silu",
         "attention_bias": spec.attention_bias, **spec.settings,
     }  # fmt: skip
@@ -119,15 +120,15 @@ def draw_tensors(spec: HeadSpec, seed: int = 5) -> dict[str, torch.Tensor]:
         widths = {"q": 64, "k": 32, "v": 32, "o": hidden}
         tensors |= {f"{own}self_attn.{kind}_proj.bias": draw(width) for kind, width in widths.items()}
     if spec.own_embedding:
-        tensors["embed_tokens.weight"] = draw(VOCAB, hidden)
+        tensors["embed_tokens.weight"] = draw(spec.vocab_size, hidden)
     if spec.norm_before_fc:
         tensors["input_norm.weight"] = near_one(count * target)
     if spec.fc_norm:
         tensors |= {f"fc_norm.{index}.weight": near_one(target) for index in range(count)}
-    if spec.draft_vocab_size != VOCAB:
-        chosen = torch.randperm(VOCAB, generator=generator)[: spec.draft_vocab_size].sort().values
+    if spec.draft_vocab_size != spec.vocab_size:
+        chosen = torch.randperm(spec.vocab_size, generator=generator)[: spec.draft_vocab_size].sort().values
         tensors["d2t"] = chosen - torch.arange(spec.draft_vocab_size)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, chosen, True)
+        tensors["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Where a draft head meets the engine: blocks of its chains, and the states that are kept when a step is over.
+"""Joins a draft head with the engine: blocks of its chains, and the states that are kept when a step is over.
 
 Imported only where there is a head.
 """

@@ -57,7 +57,7 @@ def build_speculator(
 
 
 def _build_guesser(config: SpeculativeConfig, drafting: Drafting | None, costs: StepCosts | None) -> Guesser:
-    """By text, by the head, or by both."""
+    """Guesses by text, by the head, or by both."""
     lookup = None
     if config.method != "Draft":
         lookup = LookupGuesser(History(config.history_bytes) if config.history_bytes else None)

@@ -37,7 +37,7 @@ _LEAST_VALUE = 0.05
 
 
 class Place(NamedTuple):
-    """Where a chain of guesses begins; see `model.draft.chains.ChainStart`."""
+    """The beginning of a chain of guesses; see `model.draft.chains.ChainStart`."""
 
     token: int
     position: int
@@ -101,7 +101,7 @@ class _Choice:
     """Tokens of the answer when it was guessed for last."""
     tokens: list[int] = field(default_factory=list[int])
     confidences: list[float] = field(default_factory=list[float])
-    """Of the guesses behind those."""
+    """The head's, in the guesses behind those."""
 
 
 class DraftGuesser:

@@ -20,7 +20,7 @@ class ChainStart(NamedTuple):
 
     token: int
     position: int
-    """Of the token, at least 1: those before it are computed, it itself is not."""
+    """The token's, at least 1: those before it are computed, it itself is not."""
     blocks: Sequence[int]
     """Blocks of all positions before it, in order; the last one has the state of the position before it."""
 

@@ -94,7 +94,7 @@ class DraftedLM:
         kv_cache.layers[-2][slots // size, :, :, slots % size] = made
 
     def _write_states(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
-        """Of prompts: their tokens stay whatever happens, and who reads a block of theirs waits for the step's end."""
+        """The states of prompts, whose tokens stay whatever happens."""
         size, first = kv_cache.spec.block_size, sum(batch.query_lens_host[: batch.num_decodes])
         if first == states.shape[0]:
             return
