@@ -64,8 +64,8 @@ class HeadSpec:
 def head_config(spec: HeadSpec) -> dict[str, Any]:
     layer = {
         "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "intermediate_size": 112,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048, "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "model_type": "llama", "hidden_act": "silu",
         "attention_bias": spec.attention_bias, **spec.settings,
     }  # fmt: skip
     switches: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size}
