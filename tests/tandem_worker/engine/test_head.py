@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,12 @@ def load(target: Path, head: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_draft(head, load_model(target, device=torch.device("cpu"), dtype=dtype))
 
 
-def watch(rig: Rig) -> dict[tuple[int, ...], Guess]:
-    """Guesses of the head, by the text behind which they were made."""
+def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> dict[tuple[int, ...], Guess]:
+    """Guesses of the head, by the text behind which they were made.
+
+    With `answers`, by prompt and choice, others are checked in their place: right ones, of which every third ends with
+    a wrong token.
+    """
     speculator = rig.engine._runner.lanes[0].speculator
     assert speculator is not None
     seen: dict[tuple[int, ...], Guess] = {}
@@ -56,6 +60,11 @@ def watch(rig: Rig) -> dict[tuple[int, ...], Guess]:
         found = propose(sequences, most, plan)
         for sequence, guess in found.items():
             seen[*sequence.prompt, *sequence.output] = guess
+            rest = (answers or {}).get((sequence.prompt, sequence.choice), [])[len(sequence.output) :]
+            if rest:
+                tokens = rest[: most[sequence]]
+                tokens[-1] = (tokens[-1] + (len(seen) % 3 == 0)) % VOCAB
+                found[sequence] = Guess(tuple(tokens), Source.HEAD, (0.9,) * len(tokens))
         return found
 
     speculator._guesser.propose = watching  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,9 +91,36 @@ def test_guesses_are_those_of_an_independent_reference(
     head = save_head(tmp_path / "head", spec)
     rig = make_rig(load(target, head), speculative=DRAFT)
     seen = watch(rig)
-    rig.submit("a", (5, 9, 2, 40, 17, 33, 8), max_tokens=20)
-    rig.submit("b", (1,), max_tokens=9)
-    rig.submit("c", tuple(range(3, 30)), max_tokens=12, temperature=1.0, seed=4, n=2)
-    rig.wait()
+    ask(rig)
     assert len(seen) > 30
     check(seen, Reference(target, spec))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "speculators, switched"])
+def test_guesses_behind_guesses_that_were_right_are_those_of_the_reference(
+    make_rig: MakeRig, target: Path, tmp_path: Path, kind: str
+) -> None:
+    """States and entries of tokens that were guessed are kept as far as they stay, over the ends of blocks too."""
+    head = save_head(tmp_path / "head", SPECS[kind])
+    plain = make_rig(load(target, head), speculative=SpeculativeConfig())
+    ask(plain)
+    answers = {
+        (PROMPTS[name], choice): [token for delta in deltas for token in delta.token_ids]
+        for (name, choice), deltas in plain.out.deltas.items()
+    }
+    rig = make_rig(load(target, head), speculative=DRAFT)
+    seen = watch(rig, answers)
+    ask(rig)
+    assert sum(rig.engine.stats().accepted_draft_tokens_total.values()) > 30
+    assert all(rig.out.tokens(*key) == plain.out.tokens(*key) for key in list(plain.out.deltas))
+    check(seen, Reference(target, SPECS[kind]))
+
+
+PROMPTS = {"a": (5, 9, 2, 40, 17, 33, 8), "b": (1,), "c": tuple(range(3, 30))}
+
+
+def ask(rig: Rig) -> None:
+    rig.submit("a", PROMPTS["a"], max_tokens=20)
+    rig.submit("b", PROMPTS["b"], max_tokens=9)
+    rig.submit("c", PROMPTS["c"], max_tokens=12, temperature=1.0, seed=4, n=2)
+    rig.wait()
