@@ -59,7 +59,7 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> dict[tupl
     def watching(sequences: Any, most: Any, plan: Any) -> Any:
         found = propose(sequences, most, plan)
         for sequence, guess in found.items():
-            seen[*sequence.prompt, *sequence.output] = guess
+            seen.setdefault((*sequence.prompt, *sequence.output), guess)
             rest = (answers or {}).get((sequence.prompt, sequence.choice), [])[len(sequence.output) :]
             if rest:
                 tokens = rest[: most[sequence]]
