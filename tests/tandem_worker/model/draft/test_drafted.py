@@ -90,7 +90,7 @@ def test_blocks_are_the_same_however_a_text_was_cut(model: DraftedLM, data: st.D
                 model.keep_states([row], [table[(at + row) // SIZE]], parts)
         at += 1 + right
     for mine, theirs in zip(kept(parts, table, length), kept(whole, first, length), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine, theirs, atol=5e-3, rtol=5e-3)
 
 
 def test_a_step_that_is_repeated_finds_what_was_before(model: DraftedLM) -> None:

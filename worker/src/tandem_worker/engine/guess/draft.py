@@ -127,8 +127,9 @@ class DraftGuesser:
         self._clock = clock
         self._rates = HeadRates()
         self._choices: dict[Sequence, _Choice] = {}
-        self._pass_seconds: dict[int, float] = {}
-        """Duration of a pass, by the magnitude of its rows."""
+        self._first_seconds: dict[int, float] = {}
+        self._more_seconds: dict[int, float] = {}
+        """Durations of passes, by the magnitude of their rows. A first one has its texts gathered besides."""
 
     def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, Guess]:
         found = {} if self._lookup is None else self._lookup.propose(sequences, most, plan)
@@ -165,7 +166,7 @@ class DraftGuesser:
     def _choose(self, able: list[Sequence], found: Mapping[Sequence, Guess], plan: StepPlan) -> list[Sequence]:
         """Those for whom a first pass is likely to pay, and those whose turn it is to be tried."""
         expected = self._rates.expected(0)
-        cost = self._pass_cost(len(able), plan) / len(able) if able else 0.0
+        cost = self._pass_cost(len(able), plan, self._first_seconds) / len(able) if able else 0.0
         chosen: list[Sequence] = []
         for sequence in able:
             choice = self._choices.setdefault(sequence, _Choice())
@@ -181,6 +182,7 @@ class DraftGuesser:
         """Guesses of the head, as deep as it pays."""
         sources = {target: source for source, target in plan.copies}
         depth = max(most[sequence] for sequence in chosen)
+        began = self._clock()
         chain = self._begin([self._place(sequence, sources) for sequence in chosen], depth)
         drafts = [self._choices.setdefault(sequence, _Choice()) for sequence in chosen]
         chances: list[list[float]] = [[] for _ in chosen]
@@ -196,10 +198,11 @@ class DraftGuesser:
                 active = self._go_on(active, values, level, plan, gained + others, spent)
             if not active:
                 break
-            spent += self._pass_cost(len(active), plan)
-            began = self._clock()
+            known = self._more_seconds if level else self._first_seconds
+            spent += self._pass_cost(len(active), plan, known)
             tokens, confidences = chain.advance(active)
-            self._measure(len(active), self._clock() - began)
+            began, seconds = self._clock(), self._clock() - began
+            _measure(known, len(active), seconds)
             for row, token, confidence in zip(active, tokens, confidences, strict=True):
                 chance = drafts[row].luck.apply(self._rates.chance(confidence))
                 drafts[row].tokens.append(token)
@@ -224,7 +227,7 @@ class DraftGuesser:
         if not worth:
             return []
         count = max(1, len(plan.decodes))
-        cost = self._pass_cost(len(worth), plan)
+        cost = self._pass_cost(len(worth), plan, self._more_seconds)
         adds = sum(values[row] for row in worth) * expected
         rate = (1 + gained / count) / (1 + spent)
         leaves_others = len(worth) < count and spent + cost > MOST_LOSS
@@ -237,20 +240,21 @@ class DraftGuesser:
             blocks = [sources.get(block, block) for block in blocks]
         return Place(sequence.output[-1], position, blocks)
 
-    def _pass_cost(self, rows: int, plan: StepPlan) -> float:
-        """Duration of a pass of so many chains, as a share of the step's."""
+    def _pass_cost(self, rows: int, plan: StepPlan, known: Mapping[int, float]) -> float:
+        """Duration of a pass of so many chains, as a share of the step's; `known` are those of its kind."""
         step = None if self._costs is None else self._costs.predict(plan.num_tokens)
-        known = self._pass_seconds
         if not step or not known:
             return _PRIOR_PASS
         wanted = rows.bit_length()
         nearest = min(known, key=lambda size: (abs(size - wanted), size))
         return known[nearest] * 2.0 ** max(0, wanted - nearest) / step
 
-    def _measure(self, rows: int, seconds: float) -> None:
-        size = rows.bit_length()
-        before = self._pass_seconds.get(size, seconds)
-        self._pass_seconds[size] = before + _PASS_WEIGHT * (min(seconds, 2 * before) - before)
+
+def _measure(known: dict[int, float], rows: int, seconds: float) -> None:
+    """A pass of so many chains took so long. What disturbed it says no more than that it took twice as long."""
+    size = rows.bit_length()
+    before = known.get(size, seconds)
+    known[size] = before + _PASS_WEIGHT * (min(seconds, 2 * before) - before)
 
 
 def _worth(guess: Guess | None) -> float:

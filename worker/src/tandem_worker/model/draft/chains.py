@@ -25,11 +25,31 @@ class ChainStart(NamedTuple):
     """Blocks of all positions before it, in order; the last one has the state of the position before it."""
 
 
+class Room:
+    """Memory for the entries of chains, which is kept from step to step, so that steps touch no fresh one."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors of so many elements each; those that were taken before are given back by this."""
+        total = sum(counts)
+        if self._memory.numel() < total or self._memory.dtype != like.dtype or self._memory.device != like.device:
+            self._memory = like.new_empty(total)
+        return list(self._memory[:total].split(list(counts)))
+
+
 class Chains:
-    """One step's guesses."""
+    """One step's guesses: valid until the next step's begin."""
 
     def __init__(
-        self, head: Eagle3Head, kv_layer: torch.Tensor, states: torch.Tensor, starts: Sequence[ChainStart], depth: int
+        self,
+        head: Eagle3Head,
+        kv_layer: torch.Tensor,
+        states: torch.Tensor,
+        starts: Sequence[ChainStart],
+        depth: int,
+        room: Room,
     ) -> None:
         """`kv_layer` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, `states` `[num_blocks, hidden]`."""
         device = kv_layer.device
@@ -37,9 +57,14 @@ class Chains:
         self._tokens = torch.tensor([start.token for start in starts], device=device)
         self._positions = torch.tensor([start.position - 1 for start in starts], device=device)
         self._states = states.index_select(0, torch.tensor([start.blocks[-1] for start in starts], device=device))
-        self._contexts = [_gather(kv_layer, start, depth) for start in starts]
-        """Keys and values `[2, num_kv_heads, entries, head_dim]` with room for the chain's."""
         self._lengths = [start.position - 1 for start in starts]
+        width = 2 * head.num_kv_heads * head.head_dim
+        memory = room.take([width * (length + depth) for length in self._lengths], kv_layer)
+        shapes = [(2, head.num_kv_heads, length + depth, head.head_dim) for length in self._lengths]
+        self._contexts = [flat.view(shape) for flat, shape in zip(memory, shapes, strict=True)]
+        """Keys and values of each text, and behind them those of the chain."""
+        for start, context in zip(starts, self._contexts, strict=True):
+            _gather(kv_layer, start, context)
 
     def advance(self, active: Sequence[int]) -> tuple[list[int], list[float]]:
         """The next guess of each of these chains, and how likely the head holds it to be, 0 to 1."""
@@ -68,13 +93,10 @@ class Chains:
         return functional.scaled_dot_product_attention(grouped, keys, values).flatten()
 
 
-def _gather(kv_layer: torch.Tensor, start: ChainStart, depth: int) -> torch.Tensor:
-    """The entries of positions 1 up to the start's, behind which there is room for `depth` more."""
-    _, _, heads, size, dim = kv_layer.shape
-    count = start.position - 1
-    context = kv_layer.new_empty(2, heads, count + depth, dim)
-    if count:
+def _gather(kv_layer: torch.Tensor, start: ChainStart, context: torch.Tensor) -> None:
+    """Bring the entries of positions 1 up to the start's to the beginning of `context`."""
+    if start.position > 1:
+        _, _, heads, size, dim = kv_layer.shape
         blocks = kv_layer.index_select(0, torch.tensor(start.blocks, device=kv_layer.device))
         in_order = blocks.permute(1, 2, 0, 3, 4).reshape(2, heads, len(start.blocks) * size, dim)
-        context[:, :, :count] = in_order[:, :, 1 : start.position]
-    return context
+        context[:, :, : start.position - 1] = in_order[:, :, 1 : start.position]

@@ -17,7 +17,7 @@ import torch
 
 from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
-from tandem_worker.model.draft.chains import Chains, ChainStart
+from tandem_worker.model.draft.chains import Chains, ChainStart, Room
 from tandem_worker.model.draft.eagle3 import Eagle3Head
 
 
@@ -35,6 +35,7 @@ class DraftedLM:
         self._model = model
         self._states = torch.empty(0)
         """`[T, hidden]` of the last step."""
+        self._room = Room()
         self._shares: dict[int, tuple[KVCache, KVCache]] = {}
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
@@ -63,8 +64,8 @@ class DraftedLM:
         kv_cache.layers[-1].index_copy_(0, torch.tensor(blocks, device=self.device), states)
 
     def begin_chains(self, starts: Sequence[ChainStart], depth: int, kv_cache: KVCache) -> Chains:
-        """Chains of up to `depth` guesses behind tokens whose texts are in these blocks."""
-        return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth)
+        """Chains of up to `depth` guesses behind tokens whose texts are in these blocks; earlier ones end here."""
+        return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth, self._room)
 
     def _share(self, kv_cache: KVCache) -> KVCache:
         """The layers of the model itself."""
