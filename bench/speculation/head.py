@@ -7,6 +7,7 @@ states, see the true entries before those, and so on.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,29 +92,34 @@ class LearningHead(nn.Module):
     def unroll(self, lesson: Lesson, depths: int) -> tuple[torch.Tensor, list[float]]:
         """Mean cross-entropy against the model over all depths, and the share of guesses at each depth that are the
         model's likeliest token where those before them are text."""
-        states = lesson.features[:-1].float() @ self._weight("fc").T
-        tokens = lesson.tokens
-        first_keys = first_values = torch.empty(0)
-        later: list[tuple[torch.Tensor, torch.Tensor]] = []
         losses: list[torch.Tensor] = []
         right: list[float] = []
-        for depth in range(depths):
-            count = len(tokens) - 1 - depth
-            entries = self._enter(tokens[1 + depth :], states[:count])
-            positions = torch.arange(count) + depth
-            queries = self._rotate(self._project("q", entries), positions)
-            keys, values = self._rotate(self._project("k", entries), positions), self._project("v", entries)
-            if not depth:
-                first_keys, first_values = keys, values
-            else:
-                later = [(k[:count], v[:count]) for k, v in [*((k[:], v[:]) for k, v in later), (keys, values)]]
-            attended = self._attend(queries, first_keys[:count], first_values[:count], later)
-            states, logits = self._finish(attended, states[:count])
-            wanted = slice(1 + depth, 1 + depth + count)
+        for depth, logits in enumerate(self.guess(lesson, depths)):
+            wanted = slice(1 + depth, None)
             losses.append(self._loss(logits, lesson.likeliest[wanted], lesson.shares[wanted]))
             guessed = self.vocabulary[logits.argmax(-1)]
             right.append(float((guessed == lesson.likeliest[wanted, 0]).float().mean()))
         return torch.stack(losses).mean(), right
+
+    def guess(self, lesson: Lesson, depths: int) -> Iterator[torch.Tensor]:
+        """Logits `[L - 1 - depth, draft_vocab_size]` of each depth: row r is about the token behind `tokens[r + 1 +
+        depth]`, by a chain that began behind `tokens[r + 1]` and went on as the text does."""
+        states = lesson.features[:-1].float() @ self._weight("fc").T
+        first_keys = first_values = torch.empty(0)
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for depth in range(depths):
+            count = len(lesson.tokens) - 1 - depth
+            entries = self._enter(lesson.tokens[1 + depth :], states[:count])
+            positions = torch.arange(count) + depth
+            queries = self._rotate(self._project("q", entries), positions)
+            keys, values = self._rotate(self._project("k", entries), positions), self._project("v", entries)
+            if depth:
+                later = [(k[:count], v[:count]) for k, v in [*later, (keys, values)]]
+            else:
+                first_keys, first_values = keys, values
+            attended = self._attend(queries, first_keys[:count], first_values[:count], later)
+            states, logits = self._finish(attended, states[:count])
+            yield logits
 
     def _loss(self, logits: torch.Tensor, likeliest: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         places = torch.searchsorted(self.vocabulary, likeliest).clamp(max=len(self.vocabulary) - 1)

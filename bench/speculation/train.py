@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -114,11 +114,18 @@ def choose_vocabulary(texts: Sequence[Sequence[int]], size: int, whole: int) -> 
     return torch.tensor(sorted([*common, *(next(missing) for _ in range(size - len(common)))]))
 
 
-def train(head: LearningHead, lessons: Sequence[Lesson], seconds: float, depths: int, rate: float) -> Iterator[str]:
+def train(
+    head: LearningHead,
+    lessons: Sequence[Lesson],
+    seconds: float,
+    depths: int,
+    rate: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[str]:
     """Passes over the lessons in random order, as long as there is time; says now and then how it goes."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    began, order, step = time.monotonic(), random.Random(1), 0
-    while (spent := time.monotonic() - began) < seconds:
+    began, order, step = clock(), random.Random(1), 0
+    while (spent := clock() - began) < seconds:
         share = spent / seconds
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 20) * max(0.05, 1.0 - share)
