@@ -97,12 +97,15 @@ def measure(rounds: list[dict[str, float]], setting: str, goal: float | None) ->
 
 
 def bench(options: argparse.Namespace) -> tuple[dict[str, object], int]:
-    names = ["none", *options.settings.split(",")]
+    settings = dict(SETTINGS)
+    if options.head is not None:
+        settings["head"] = {"method": "Auto", "draft": {"uri": f"file://{options.head.resolve()}"}}
+    names = ["none", *options.settings.split(","), *(["head"] if options.head is not None else [])]
     rows: dict[str, object] = {}
     with ExitStack() as stack:
         workers = {
             name: stack.enter_context(
-                server.worker("unified", find_model(), "BFloat16", options.threads, speculative=SETTINGS[name])
+                server.worker("unified", find_model(), "BFloat16", options.threads, speculative=settings[name])
             )
             for name in names
         }
@@ -126,6 +129,9 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--settings", default="adaptive,fixed")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--head", type=Path, metavar="FOLDER", help="a draft head for SmolLM2: adaptive with it besides"
+    )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the last line there")
     options = parser.parse_args()
     if (obstacle := native.find_obstacle()) is not None:

@@ -290,3 +290,25 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
     assert fleet.exists("deployments", "m")
     fleet.apply(model())
     until("the model to recover", lambda: not told(), within=60)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "spec", "sentence"),
+    [
+        ({"method": "Draft"}, {}, "says where the head is that guesses under method Draft"),
+        ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, {}, "method Lookup guesses without one"),
+        ({"method": "Auto", "draft": {"uri": "s3://a/b"}}, {}, "must be hf://ORGANIZATION/REPOSITORY"),
+        ({"method": "Auto", "draft": {"uri": "file:///a", "revision": "b"}}, {}, "of an hf:// repository"),
+        (
+            {"method": "Auto", "draft": {"uri": "hf://a/b"}},
+            {"decode": {"replicas": 1, "parallelism": {"tensor": 2}}},
+            "needs workers of one rank, because the ranks of a group compute no heads yet",
+        ),
+    ],
+)
+def test_heads_that_nobody_could_ask_are_refused(
+    fleet: Fleet, speculative: Object, spec: Object, sentence: str
+) -> None:
+    assert sentence in str(create(fleet, model(engine={"speculative": speculative}, **spec)))
+    head = {"uri": "hf://a/b", "revision": "abc"}
+    assert create(fleet, model(engine={"speculative": {"method": "Draft", "draft": head}})) is None

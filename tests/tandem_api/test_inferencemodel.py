@@ -368,6 +368,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"speculative": {"maxTokens": 4}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"speculative": {"adaptive": False}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"speculative": {"history": "0"}}}, "engine.speculative is of Tandem's own engine"),
+        ({"engine": {"speculative": {"draft": {"uri": "hf://a/b"}}}}, "engine.speculative is of Tandem's own engine"),
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),
@@ -407,8 +408,11 @@ def test_another_engine_gets_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        ({"method": "Draft"}, "'Auto', 'Off' or 'Lookup'"),
-        ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "draft"),
+        ({"method": "EAGLE"}, "'Auto', 'Off', 'Lookup' or 'Draft'"),
+        ({"method": "Draft"}, "draft says where the head is"),
+        ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "draft is a head, and method Lookup guesses without one"),
+        ({"method": "Draft", "draft": {"revision": "main"}}, "uri"),
+        ({"method": "Draft", "draft": {"uri": "s3://a/b"}}, "must be hf://"),
         ({"maxTokens": 0}, "greater than or equal to 1"),
         ({"maxTokens": 33}, "less than or equal to 32"),
         ({"history": "-1"}, "quantity"),
@@ -418,3 +422,13 @@ def test_another_engine_gets_its_arguments() -> None:
 def test_speculation_that_there_is_not_is_refused(speculative: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         parse(engine={"speculative": speculative})
+
+
+def test_a_head_needs_workers_of_one_rank() -> None:
+    speculative = {"method": "Auto", "draft": {"uri": "hf://a/b", "revision": "v1"}}
+    head = parse(engine={"speculative": speculative}).spec.engine.speculative.head
+    assert head is not None
+    assert (head.uri, head.revision) == ("hf://a/b", "v1")
+    assert parse(engine={"speculative": speculative | {"method": "Off"}}).spec.engine.speculative.head is None
+    with pytest.raises(ValidationError, match=r"engine\.speculative\.draft needs workers of one rank"):
+        parse(engine={"speculative": speculative}, decode={"parallelism": {"tensor": 2}})

@@ -147,7 +147,8 @@ _LIMITS = (
                 ("adaptive", ("true",)),
                 ("history", ("'64Mi'",)),
             )
-        ),
+        )
+        + " && (!has(self.engine.speculative) || !has(self.engine.speculative.draft))",
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
@@ -258,7 +259,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.generation_settings != "Model",
         engine.weights != "Auto",
         guesses.method not in {"Auto", "Off"}
-        or (guesses.max_tokens, guesses.adaptive, guesses.history) != (8, True, "64Mi"),
+        or (guesses.max_tokens, guesses.adaptive, guesses.history, guesses.draft) != (8, True, "64Mi", None),
         kv.memory is not None,
         kv.disk is not None,
         kv.peers != "Off",

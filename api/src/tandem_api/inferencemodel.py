@@ -570,17 +570,61 @@ _NO_FALLBACK = "is for kv.transport Mooncake, which TCP may stand in for: remove
 _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
 
 
+_NO_HEAD = "says where the head is that guesses under method Draft: write draft.uri, or choose Auto or Lookup"
+_HEADLESS = "is a head, and method Lookup guesses without one: remove it, or choose Auto or Draft"
+
+
+class Draft(Authored):
+    """A draft head: an EAGLE-3 checkpoint that was trained for this model."""
+
+    model_config = ConfigDict(
+        json_schema_extra={RULES_KEY: [_hub_only("revision", "the branch, tag or commit", unset="main")]}
+    )
+
+    uri: ModelURI
+    """Place of the head: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder holds
+    safetensors files with a `config.json`, in the layout of EAGLE or of speculators."""
+    revision: Revision = "main"
+    """Branch, tag or commit of an `hf://` repository. Name a commit: workers with different heads exchange no blocks,
+    and each asks for itself what a branch is."""
+
+
 class Speculative(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule("!has(self.method) || self.method != 'Draft' || has(self.draft)", _NO_HEAD, path=".draft"),
+                rule("!has(self.method) || self.method != 'Lookup' || !has(self.draft)", _HEADLESS, path=".draft"),
+            ]
+        }
+    )
+
     method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
-    `prediction` of the request, and in earlier answers with the same cache salt. `Auto` is `Lookup` where answers stay
-    the same to the last bit, which the log says at the start; elsewhere it is `Off`."""
+    `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks the head `draft` alone.
+    `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says
+    at the start; elsewhere nobody guesses."""
+    draft: Draft | None = None
+    """A draft head, so far for workers of one rank on CPUs. With `method: Off` it is not loaded."""
     max_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     """Guesses of one answer that a step checks at the most."""
     adaptive: bool = True
     """Check a guess only where it makes the worker faster by what was measured. Otherwise all guesses are checked."""
     history: Quantity = "64Mi"
     """Memory of each worker for earlier answers; `0` keeps none."""
+
+    @property
+    def head(self) -> Draft | None:
+        """The head that workers load."""
+        return None if self.method == "Off" else self.draft
+
+    @model_validator(mode="after")
+    def _has_its_head(self) -> Speculative:
+        if self.method == "Draft" and self.draft is None:
+            raise ValueError(f"draft {_NO_HEAD}")
+        if self.method == "Lookup" and self.draft is not None:
+            raise ValueError(f"draft {_HEADLESS}")
+        return self
 
 
 class Engine(Authored):
@@ -1320,6 +1364,10 @@ _LONE_DISK = (
     "needs workers of one rank, because the ranks of a group keep no blocks on disks yet: leave disk out, or leave"
     " parallelism at 1"
 )
+_LONE_HEAD = (
+    "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
+    " parallelism at 1"
+)
 _TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
 
 
@@ -1442,6 +1490,12 @@ class InferenceModelSpec(Authored):
                     _LONE_DISK,
                     path=".kv.disk",
                 ),
+                rule(
+                    "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
+                    f" || {_is_lone('decode')} && {_is_lone('prefill')}",
+                    _LONE_HEAD,
+                    path=".engine.speculative.draft",
+                ),
                 *foreign_rules(),
             ]
         }
@@ -1508,6 +1562,13 @@ class InferenceModelSpec(Authored):
     def _can_keep_blocks(self) -> InferenceModelSpec:
         if self.kv.disk is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
             raise ValueError(f"kv.disk {_LONE_DISK}")
+        return self
+
+    @model_validator(mode="after")
+    def _can_draft(self) -> InferenceModelSpec:
+        draft = self.engine.speculative.draft
+        if draft is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
+            raise ValueError(f"engine.speculative.draft {_LONE_HEAD}")
         return self
 
     @model_validator(mode="after")

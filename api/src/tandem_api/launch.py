@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem_api.base import Wire
 from tandem_api.names import (
@@ -38,7 +38,7 @@ PackedForm = Literal["Fixed", "Archive"]
 """How a downloaded checkpoint is kept: see `spec.model.cache.pack`."""
 WeightsForm = Literal["Auto", "Plain", "Lossless"]
 """How matrices are kept in memory: see `spec.engine.weights`."""
-SpeculativeMethod = Literal["Auto", "Off", "Lookup"]
+SpeculativeMethod = Literal["Auto", "Off", "Lookup", "Draft"]
 """Who guesses what answers say next: see `spec.engine.speculative.method`."""
 
 
@@ -150,6 +150,22 @@ class SpeculativeConfig(Wire):
     """Only guesses are checked that make the worker faster; else all there are."""
     history_bytes: int = 64 * 1024 * 1024
     """Memory for earlier answers, which later ones with the same cache salt are guessed from; 0: none are kept."""
+    draft: ModelSource | None = None
+    """The place of a draft head; None: there is none."""
+
+    @property
+    def head(self) -> ModelSource | None:
+        """The head that is loaded: what it keeps is a part of every block, so it is a matter of the configuration
+        alone, not of whether this worker can guess."""
+        return None if self.method == "Off" else self.draft
+
+    @model_validator(mode="after")
+    def _has_a_head(self) -> SpeculativeConfig:
+        if self.method == "Draft" and self.draft is None:
+            raise ValueError("the method Draft guesses with a head: draft must say where it is")
+        if self.method == "Lookup" and self.draft is not None:
+            raise ValueError("the method Lookup guesses without a head: leave draft out, or use Auto or Draft")
+        return self
 
 
 class TTFTDeadline(Wire):

@@ -21,6 +21,7 @@ from tandem_operator.objects.manifests import Manifest, child_key
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import gateway_config, worker_config
 from tandem_operator.workloads.release import Release
+from tandem_operator.workloads.workers import source_volumes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = cases() | foreign_cases()
@@ -298,3 +299,43 @@ def test_workers_are_told_how_to_guess() -> None:
     silent = worker_config(blueprint(), Role.UNIFIED)
     assert silent.speculative == SpeculativeConfig()
     assert "speculative" not in silent.set_json(), "a release that adds the field restarts nobody"
+
+
+def test_workers_are_told_where_the_head_is() -> None:
+    asked = {"method": "Draft", "draft": {"uri": "hf://org/head", "revision": "abc"}}
+    config = worker_config(blueprint(engine={"speculative": asked}), Role.UNIFIED)
+    assert config.speculative.method == "Draft"
+    assert config.speculative.head is not None
+    assert (config.speculative.head.uri, config.speculative.head.revision) == ("hf://org/head", "abc")
+    off = worker_config(blueprint(engine={"speculative": asked | {"method": "Off"}}), Role.UNIFIED)
+    assert off.set_json() == worker_config(blueprint(), Role.UNIFIED).set_json()
+
+
+def test_blocks_with_another_head_are_of_another_revision() -> None:
+    def revision(**draft: str) -> str:
+        asked = {"method": "Auto", "draft": draft} if draft else {"method": "Auto"}
+        return blueprint(engine={"speculative": asked}).revision
+
+    uri = "hf://org/head"
+    revisions = [revision(), revision(uri=uri), revision(uri=uri, revision="b"), revision(uri="hf://org/c")]
+    assert len(set(revisions)) == 4
+    assert revisions[0] == blueprint().revision
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "mounted"),
+    [
+        ("hf://a/b", "hf://a/head", []),
+        ("pvc://one/b", "hf://a/head", [("draft", names.MODEL_CACHE_PATH)]),
+        ("file:///b", "hf://a/head", [("draft", names.MODEL_CACHE_PATH)]),
+        ("pvc://one/b", "pvc://one/head", []),
+        ("pvc://one/b", "pvc://two/head", [("draft", f"{names.MODEL_CLAIMS_PATH}/two")]),
+        ("hf://a/b", "pvc://two/head", [("draft", f"{names.MODEL_CLAIMS_PATH}/two")]),
+        ("hf://a/b", "file:///head", []),
+    ],
+)
+def test_the_head_is_mounted_where_workers_look(model: str, draft: str, mounted: list[tuple[str, str]]) -> None:
+    one = blueprint(model={"uri": model}, engine={"speculative": {"method": "Draft", "draft": {"uri": draft}}})
+    volumes, mounts = source_volumes(one, one.worker_spec(Role.UNIFIED))
+    assert [(each["name"], each["mountPath"]) for each in mounts if each["name"] == "draft"] == mounted
+    assert [each["name"] for each in volumes] == [each["name"] for each in mounts]

@@ -15,6 +15,7 @@ from tandem_api.launch import SpeculativeConfig
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.schedule.params import TokenDelta
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
@@ -55,7 +56,7 @@ class Knowing:
         self.vocab = vocab
         self.random = random.Random(3)
 
-    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int]) -> dict[Sequence, Guess]:
+    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, Guess]:
         guesses: dict[Sequence, Guess] = {}
         for sequence in sequences:
             rest = self.answers.get((sequence.prompt, sequence.choice), [])[len(sequence.output) :][: most[sequence]]

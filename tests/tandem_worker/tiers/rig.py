@@ -42,11 +42,12 @@ class DiskRig(Rig):
         prefill_rate: float = 1.0,
         write_through: bool = False,
         max_daily_writes: int | None = None,
+        model: Any = None,
         **kw: Any,
     ) -> None:
-        """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
-        model: Any = HistoryModel()
-        super().__init__(model, num_blocks, **kw)
+        """`model` None: a `HistoryModel`. `prefill_rate`: tokens per second that computing is taken to be; so slow that
+        no load is ever late."""
+        super().__init__(HistoryModel() if model is None else model, num_blocks, **kw)
         self.engine._scheduler.prefill_rate = lambda: prefill_rate
         limits = DiskLimits(
             size_bytes=size,

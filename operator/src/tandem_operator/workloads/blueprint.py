@@ -143,6 +143,9 @@ class Blueprint:
         if spec.engine.kind != "Tandem":
             # By arguments of its own an engine may keep blocks in another form, and a worker by itself shares none.
             parts += [spec.engine.kind, *spec.engine.args, f"disaggregated={spec.prefill is not None}"]
+        head = spec.engine.speculative.head
+        if head is not None:
+            parts += ["draft", head.uri, head.revision]
         return digest(parts)[:10]
 
     def image_of(self, role: Role) -> str:

@@ -69,6 +69,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             max_tokens=spec.engine.speculative.max_tokens,
             adaptive=spec.engine.speculative.adaptive,
             history_bytes=int(parse_quantity(spec.engine.speculative.history)),
+            draft=_draft_source(blueprint),
         ),
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(
@@ -99,6 +100,13 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         standby=blueprint.standby > 0,
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
+
+
+def _draft_source(blueprint: Blueprint) -> ModelSource | None:
+    head = blueprint.model.spec.engine.speculative.head
+    if head is None:
+        return None
+    return ModelSource(uri=head.uri, revision=head.revision, hub_endpoint=blueprint.release.hub_endpoint)
 
 
 def _packed_form(blueprint: Blueprint) -> PackedForm | None:

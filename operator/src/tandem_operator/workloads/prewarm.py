@@ -16,7 +16,7 @@ from tandem_operator.objects.manifests import JOB, Manifest, annotations_of, dig
 from tandem_operator.workloads.blueprint import Blueprint, digest
 from tandem_operator.workloads.configs import CONFIG_FILE, worker_config
 from tandem_operator.workloads.pods import pod_template, thread_env
-from tandem_operator.workloads.workers import model_volumes, token_env
+from tandem_operator.workloads.workers import source_volumes, token_env
 
 COMPONENT = "prewarm"
 FETCH, PREPARE = "fetch", "worker"
@@ -88,7 +88,7 @@ def build_prewarm_job(blueprint: Blueprint) -> Manifest:
 def _template(blueprint: Blueprint) -> Manifest:
     role = blueprint.decode_role
     worker = blueprint.worker_spec(role)
-    volumes, mounts = model_volumes(blueprint, worker)
+    volumes, mounts = source_volumes(blueprint, worker)
     container = {
         "name": PREPARE,
         "image": blueprint.worker_image,

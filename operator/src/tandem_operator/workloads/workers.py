@@ -139,9 +139,9 @@ def token_env(blueprint: Blueprint) -> list[Manifest]:
 
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts: the keys, what the model's source needs, the disk for blocks, and memory that the ranks of a
-    pod share."""
-    volumes, mounts = model_volumes(blueprint, workload)
+    """Volumes and mounts: the keys, what the model's source needs and that of its draft head, the disk for blocks, and
+    memory that the ranks of a pod share."""
+    volumes, mounts = source_volumes(blueprint, workload)
     if not is_foreign(blueprint):  # which could prove nothing with them
         volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
     disk = blueprint.model.spec.kv.disk
@@ -154,6 +154,30 @@ def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest]
         volumes = [*volumes, {"name": "shared-memory", "emptyDir": {"medium": "Memory"} | size_limit(size)}]
         mounts = [*mounts, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     return volumes, mounts
+
+
+def source_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts that the sources of the model and of its draft head need."""
+    volumes, mounts = model_volumes(blueprint, workload)
+    more, mounted = draft_volumes(blueprint, workload)
+    return [*volumes, *more], [*mounts, *mounted]
+
+
+def draft_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts that the source of the draft head needs beside those of the model's."""
+    head, model = blueprint.model.spec.engine.speculative.head, blueprint.model.spec.model
+    if head is None:
+        return [], []
+    scheme, _, rest = head.uri.partition("://")
+    if scheme == "hf" and not model.uri.startswith("hf://"):
+        volume: Manifest = {"emptyDir": size_limit(workload.download_size_limit)}
+        return [{"name": "draft", **volume}], [{"name": "draft", "mountPath": names.MODEL_CACHE_PATH}]
+    claim = rest.split("/", 1)[0]
+    if scheme == "pvc" and not model.uri.startswith(f"pvc://{claim}/"):
+        path = f"{names.MODEL_CLAIMS_PATH}/{claim}"
+        volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        return [{"name": "draft", **volume}], [{"name": "draft", "mountPath": path, "readOnly": True}]
+    return [], []
 
 
 def model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:

@@ -16,6 +16,7 @@ from tandem_worker.engine.guess.history import BYTES_PER_TOKEN, History, History
 from tandem_worker.engine.guess.lookup import LookupGuesser
 from tandem_worker.engine.guess.ngrams import LONG, SHORT, CompleteIndex, GrowingIndex, long_key, short_key
 from tandem_worker.engine.schedule.params import SamplingParams
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request, Sequence
 
 TOKENS = st.lists(st.integers(0, 3), min_size=0, max_size=60)
@@ -232,10 +233,10 @@ def test_a_step_indexes_no_more_than_one_long_text_or_some_short_ones() -> None:
     short = [begin(tuple(range(number, number + 20))) for number in range(40)]
     everyone = [*long, *short]
     most = dict.fromkeys(everyone, 4)
-    assert set(guesser.propose(everyone, most)) == {long[0]}
-    assert set(guesser.propose(everyone, most)) == {*long[:2]}
-    assert set(guesser.propose(everyone, most)) == set(long)
-    assert set(guesser.propose(everyone, most)) == set(everyone), "short ones are begun together"
+    assert set(guesser.propose(everyone, most, StepPlan())) == {long[0]}
+    assert set(guesser.propose(everyone, most, StepPlan())) == {*long[:2]}
+    assert set(guesser.propose(everyone, most, StepPlan())) == set(long)
+    assert set(guesser.propose(everyone, most, StepPlan())) == set(everyone), "short ones are begun together"
 
 
 def test_a_prediction_takes_little_memory() -> None:

@@ -86,8 +86,14 @@ def build_engine(
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
         executor.record_graphs(num_now=1)
+    drafting = None
+    if config.speculative.head is not None:
+        from tandem_worker.engine.drafting import build_drafting
+
+        assert not runs_ahead, "steps of a model with a draft head are finished before the next one is planned"
+        drafting = build_drafting(model, kv_cache)
     speculator = build_speculator(
-        config.speculative, model, runs_ahead=runs_ahead, grouped=ranks is not None, max_rows=max_rows
+        config.speculative, model, drafting, runs_ahead=runs_ahead, grouped=ranks is not None, max_rows=max_rows
     )
     engine = EngineCore(
         schedulers=schedulers,
@@ -99,6 +105,7 @@ def build_engine(
         max_queued_requests=config.scheduler.max_queued_requests,
         runs_ahead=runs_ahead,
         speculator=speculator,
+        drafting=drafting,
         vitals=vitals,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,

@@ -39,6 +39,7 @@ from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
 
 if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import Drafting
     from tandem_worker.engine.lending import LendingDesk
     from tandem_worker.engine.loading import TierDesk
     from tandem_worker.engine.tiers import Tier
@@ -65,10 +66,12 @@ class EngineCore:
         target_step_seconds: float | None,
         runs_ahead: bool = False,
         speculator: Speculator | None = None,
+        drafting: Drafting | None = None,
         vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor, which has no `speculator`. `clock` is theirs."""
+        """One scheduler, or one for each lane of a group's executor, which has neither `speculator` nor `drafting`.
+        `clock` is theirs."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
@@ -87,6 +90,7 @@ class EngineCore:
                 runs_ahead=runs_ahead,
                 hand_over=self.flush,
                 speculator=speculator,
+                drafting=drafting,
             )
             for scheduler in schedulers
         ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.host.errors import WorkerError
 from tandem_worker.model.pooling import Pooling
 
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import Drafting
+
 logger = logging.getLogger(__name__)
 
 _NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
@@ -45,6 +49,7 @@ class OutputProcessor:
         remote: RemotePrefills,
         peers: PeerPrompts,
         speculator: Speculator | None,
+        drafting: Drafting | None,
     ) -> None:
         self.deltas: list[TokenDelta] = []
         self.right: Counter[Sequence] = Counter()
@@ -56,6 +61,7 @@ class OutputProcessor:
         self._remote = remote
         self._peers = peers
         self._speculator = speculator
+        self._drafting = drafting
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}
 
@@ -142,11 +148,14 @@ class OutputProcessor:
             rows: dict[Sequence, int] = {}
             for sequence, (guess, row) in wave.items():
                 if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
-                    self._scheduler.confirm(sequence)
                     rows[sequence] = row
             if not rows:
                 return
             right = set(rows)
+            if self._drafting is not None:
+                self._drafting.keep_guesses(wave, list(rows))
+            for sequence in rows:
+                self._scheduler.confirm(sequence)
             self.right.update(right)
             self.accept_logits(list(rows), logits[list(rows.values())])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem_worker.engine.block_reports import LayerReport, PeerPrompts
 from tandem_worker.engine.contract import RemotePrefillResult
@@ -25,6 +25,9 @@ from tandem_worker.engine.schedule.params import FinishReason
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request, SequenceState
 from tandem_worker.engine.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +69,11 @@ class StepRunner:
         runs_ahead: bool = False,
         hand_over: Callable[[], None] = lambda: None,
         speculator: Speculator | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
         `speculator` puts guesses into steps; None: every step is one token of each choice.
+        `drafting`: where the model has a draft head, whether it guesses here or not; its steps do not run ahead.
 
         `hand_over` delivers `outputs.deltas`. Called where they would wait until another step is computed.
         """
@@ -91,6 +96,7 @@ class StepRunner:
             remote=self.remote,
             peers=self.peers,
             speculator=speculator,
+            drafting=drafting,
         )
         self.latest = StepPlan()
         """What was planned last."""
@@ -107,6 +113,7 @@ class StepRunner:
         scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
         scheduler.tokens_within = self.meter.plan_chunk_tokens
         self.speculator = speculator
+        self._drafting = drafting
         if speculator is not None:
             scheduler.guess = speculator.plan
 
@@ -222,6 +229,8 @@ class StepRunner:
             return
         assert output is not None, "the step was not launched"
         if step.chosen is None:
+            if self._drafting is not None:
+                self._drafting.keep(plan, output.layout)
             self.scheduler.complete(plan)
             self.outputs.accept_step(output.layout, output.logits)
         else:

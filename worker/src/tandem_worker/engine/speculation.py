@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tandem_worker.engine.guess.costs import StepCosts
 from tandem_worker.engine.guess.history import History
 from tandem_worker.engine.guess.lookup import LookupGuesser
 from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
@@ -13,31 +14,63 @@ from tandem_worker.engine.masks import is_quick
 if TYPE_CHECKING:
     from tandem_api.launch import SpeculativeConfig
 
+    from tandem_worker.engine.drafting import Drafting
+    from tandem_worker.engine.guess.contract import Guesser
+    from tandem_worker.engine.schedule.request import Sequence
     from tandem_worker.model.contract import CausalLM
 
 logger = logging.getLogger(__name__)
 
 
 def build_speculator(
-    config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, grouped: bool, max_rows: int
+    config: SpeculativeConfig,
+    model: CausalLM,
+    drafting: Drafting | None = None,
+    *,
+    runs_ahead: bool,
+    grouped: bool,
+    max_rows: int,
 ) -> Speculator | None:
-    """None where there are no guesses; the log says why."""
+    """None where there are no guesses; the log says why. `drafting`: where the model has a draft head."""
     why = find_obstacle(config, model, runs_ahead=runs_ahead, grouped=grouped)
     if why is not None:
-        level = logging.WARNING if config.method == "Lookup" else logging.INFO
+        level = logging.INFO if config.method in {"Auto", "Off"} else logging.WARNING
         logger.log(level, "speculation is off", extra={"method": config.method, "why": why})
         return None
     logger.info(
         "speculation is on",
-        extra={"method": "Lookup", "max_tokens": config.max_tokens, "adaptive": config.adaptive}
+        extra={
+            "method": " and ".join(["Draft"] * (drafting is not None) + ["Lookup"] * (config.method != "Draft")),
+            "max_tokens": config.max_tokens,
+            "adaptive": config.adaptive,
+        }
         | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
     )
+    costs = StepCosts()
     return Speculator(
-        LookupGuesser(History(config.history_bytes) if config.history_bytes else None),
+        _build_guesser(config, drafting, costs if config.adaptive else None),
         SpeculationSettings(max_tokens=config.max_tokens, adaptive=config.adaptive),
         max_rows=max(max_rows, config.max_tokens + 1),
-        may_guess=lambda sequence: is_quick(sequence.sampler_state),
+        may_guess=_may_guess,
+        costs=costs,
     )
+
+
+def _build_guesser(config: SpeculativeConfig, drafting: Drafting | None, costs: StepCosts | None) -> Guesser:
+    """Guesses by text, by the head, or by both."""
+    lookup = None
+    if config.method != "Draft":
+        lookup = LookupGuesser(History(config.history_bytes) if config.history_bytes else None)
+    if drafting is None:
+        assert lookup is not None, "the method Draft has a head"
+        return lookup
+    from tandem_worker.engine.guess.draft import DraftGuesser
+
+    return DraftGuesser(drafting.begin, drafting.block_size, lookup=lookup, costs=costs, may_guess=_may_guess)
+
+
+def _may_guess(sequence: Sequence) -> bool:
+    return is_quick(sequence.sampler_state)
 
 
 def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, grouped: bool) -> str | None:

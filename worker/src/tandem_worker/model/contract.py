@@ -74,6 +74,8 @@ class ForwardBatch:
     context_lens_host: tuple[int, ...]  # B
     has_padding: bool = False
     """There may be rows of no sequence: tokens whose slot is in block 0. Their results are not used."""
+    num_decodes: int = 0
+    """Leading sequences whose tokens are their newest ones and guesses behind it; the tokens of others are known."""
     on_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index when that layer's KV of this batch is written (on a GPU: enqueued)."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem_api.launch import WorkerConfig
+from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
 
 from tandem_worker.host.collector import release_collector
@@ -100,6 +100,8 @@ class _Start:
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
         self._kernels: PreparedKernels | None = None
+        self._draft: Path | None = None
+        """The files of the draft head, once they are fetched."""
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -112,7 +114,7 @@ class _Start:
             step("libraries", "loading libraries", _import_libraries),
             step("server", "loading the server", _import_server),
             step("device", "opening the device", self._open_device, "libraries"),
-            step("hashing", "listing the model's files", _hash, "fetch"),
+            step("hashing", "listing the model's files", self._hash, "fetch"),
             step("tokenizer", "loading the tokenizer", self._load_tokenizer, "fetch"),
             step("digest", "hashing the model", _await_digest, "hashing"),
             self._describe_seat(),
@@ -159,9 +161,18 @@ class _Start:
         path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
         if has_come_since(path, began):
             self._progress.origin = "downloaded"
+        head = self._config.speculative.head
+        if head is not None:
+            self._draft = _fetch_draft(head, self._pod.token, self._config)
         if self._group is not None:
             self._group.start(path)
         return path
+
+    def _hash(self, path: Path) -> list[ModelDigest]:
+        """Hashing goes on, on threads of its own, beside reading: both read the same pages of the same files."""
+        from tandem_worker.model.sources.digest import ModelDigest
+
+        return [ModelDigest(each) for each in (path, self._draft) if each is not None]
 
     def _open_device(self, _: None) -> torch.device:
         from tandem_worker.host.devices import resolve_device
@@ -188,7 +199,7 @@ class _Start:
 
     def _rest(self, path: Path, device: torch.device, *_: object) -> None:
         assert self._standby is not None
-        _rehearse(path, device)
+        _rehearse(path, device, self._draft)
         self._standby.wait()
 
     def _describe_seat(self) -> Step:
@@ -239,6 +250,10 @@ class _Start:
         model = load_model(
             path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights, rows=rows
         )
+        if self._draft is not None:
+            from tandem_worker.model.draft.load import load_draft
+
+            model = load_draft(self._draft, model)
         memory.by_kind["weights"] = count_weight_bytes(model)
         memory.matrices = count_matrices(model)
         if prepared.is_whole and self._progress.origin == "files":
@@ -456,7 +471,20 @@ def _import_server() -> None:
     import tandem_worker.server.structured.compiler  # noqa: F401
 
 
-def _rehearse(path: Path, device: torch.device) -> None:
+def _fetch_draft(head: ModelSource, token: str | None, config: WorkerConfig) -> Path:
+    """The files of a draft head, where it can be computed. Raises StartupError."""
+    from tandem_worker.host.errors import StartupError
+    from tandem_worker.model.sources.resolve import resolve_model
+
+    if config.group.parallelism.num_ranks > 1:
+        raise StartupError(
+            "DraftUnsupported",
+            "The ranks of a group compute no draft heads yet: leave engine.speculative.draft out, or parallelism at 1.",
+        )
+    return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+
+
+def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
     """Import what the rest of a start of this model imports, and say what is wrong with it before it is asked for. Its
     weights are opened, not read. Raises StartupError."""
     import tandem_worker.engine.execute.pages
@@ -468,19 +496,22 @@ def _rehearse(path: Path, device: torch.device) -> None:
     from tandem_worker.model.load import open_checkpoint, resolve_dtype
 
     config, _ = open_checkpoint(path)
+    if draft is not None:
+        from tandem_worker.model.draft.load import check_draft
+
+        check_draft(draft, config)
     find_family(config.architecture)
     find_backend(select_backend(device, resolve_dtype(device, config.dtype)))
 
 
-def _hash(path: Path) -> ModelDigest:
-    """Hashing goes on, on threads of its own, beside reading: both read the same pages of the same files."""
-    from tandem_worker.model.sources.digest import ModelDigest
+def _await_digest(hashing: list[ModelDigest]) -> str:
+    """The model's digest; with a draft head, whose keys and values are in blocks too, that of both."""
+    digests = [each.result() for each in hashing]
+    if len(digests) == 1:
+        return digests[0]
+    from tandem_worker.model.sources.digest import combine_digests
 
-    return ModelDigest(path)
-
-
-def _await_digest(hashing: ModelDigest) -> str:
-    return hashing.result()
+    return combine_digests(digests)
 
 
 def _open_ledger(device: torch.device) -> MemoryLedger:

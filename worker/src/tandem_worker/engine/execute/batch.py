@@ -164,8 +164,11 @@ class BatchBuilder:
         step: StepInput,
         on_layer: Callable[[int], None] | None = None,
         chosen: torch.Tensor | None = None,
+        *,
+        num_decodes: int = 0,
     ) -> ForwardBatch:
-        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
+        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`. `num_decodes` as in
+        `ForwardBatch`: only draft heads ask, which the ranks of a group do not have, so no description carries it."""
         self.table.write(step.table_runs, step.table_values)
         size, query_lens, context_lens = self._block_size, step.query_lens, step.context_lens
         num_tokens, num_sequences = len(step.token_ids), len(query_lens)
@@ -192,6 +195,7 @@ class BatchBuilder:
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
+            num_decodes=num_decodes,
             on_layer=on_layer,
         )
 

@@ -13,7 +13,7 @@ import torch
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import GroupLostError
-from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
+from tandem_worker.engine.execute.batch import BatchBuilder
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.execute.host_store import HostStore
@@ -143,21 +143,17 @@ class ModelExecutor:
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
         """Compute the plan; `on_layer(i)` is called when layer i of its chunks is written."""
         step, layout = self._builder.describe(plan)
-        return StepOutput(self.compute(step, on_layer), layout)
+        self._copy_blocks(step.copies)
+        batch = self._builder.assemble(step, on_layer, self._chosen, num_decodes=len(plan.decodes))
+        if self._graphs is not None and on_layer is None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return StepOutput(logits, layout)
+        return StepOutput(self.model.forward(batch, self.kv_cache), layout)
 
     def run_lanes(self, plans: Sequence[StepPlan | None]) -> list[StepOutput | None]:
         """One forward pass of every lane; None: this one has nothing to compute. A single process has one lane."""
         raise NotImplementedError("only the ranks of a group compute several lanes")
-
-    def compute(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """Logits `[N, vocab]` of a described step."""
-        self._copy_blocks(step.copies)
-        batch = self._builder.assemble(step, on_layer, self._chosen)
-        if self._graphs is not None and on_layer is None:
-            logits = self._graphs.run(batch)
-            if logits is not None:
-                return logits
-        return self.model.forward(batch, self.kv_cache)
 
     def settle(self) -> None:
         """Return when nothing that was launched is still to be computed: its blocks may be let go of."""

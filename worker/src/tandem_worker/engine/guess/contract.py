@@ -1,4 +1,4 @@
-"""What a guesser is to the engine: guesses by text, and later by a head or a block drafter, come through here.
+"""What a guesser is to the engine: guesses by text and by draft heads, and later by block drafters, come through here.
 
 Who guesses never changes an answer: a guess counts when it equals the token that would have been chosen anyway. So a
 guesser may be wrong, late or absent, and need not be the same on the worker that takes a stream over.
@@ -11,6 +11,7 @@ from collections.abc import Sequence as Rows
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 
 
@@ -23,6 +24,8 @@ class Source(StrEnum):
     """What the client said the answer will be."""
     HISTORY = "history"
     """Earlier answers to requests with the same cache salt."""
+    HEAD = "head"
+    """What a draft head makes of the model's inner states."""
 
 
 class Guess(NamedTuple):
@@ -37,9 +40,12 @@ class Guess(NamedTuple):
 class Guesser(Protocol):
     """Guesses for many choices at a time: a head computes them in one pass."""
 
-    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int]) -> dict[Sequence, Guess]:
+    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, Guess]:
         """Guesses behind the newest token of each, no more than `most` of it, which is at least 1. Those of which
-        nothing is known have no entry. Learns on the way what the choices have said since it was asked last."""
+        nothing is known have no entry. Learns on the way what the choices have said since it was asked last.
+
+        `plan` has been decided but for its guesses, and nothing of it has been done: blocks that it copies or moves in
+        are not filled yet."""
         ...
 
     def forget(self, sequence: Sequence) -> None:

@@ -16,6 +16,7 @@ from tandem_worker.engine.guess.follow import DocumentFollower, Follower, TextFo
 from tandem_worker.engine.guess.history import History, HistoryFollower
 from tandem_worker.engine.guess.ngrams import MOST_TOKENS, CompleteIndex
 from tandem_worker.engine.guess.rates import Luck, Rates
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 
 _FEW = 64
@@ -33,7 +34,8 @@ class LookupGuesser:
         self._rates = Rates()
         self._history = history
 
-    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int]) -> dict[Sequence, Guess]:
+    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, Guess]:
+        del plan  # texts are known whatever happens to blocks
         found: dict[Sequence, Guess] = {}
         room = _MOST_BEGUN
         for sequence in sequences:

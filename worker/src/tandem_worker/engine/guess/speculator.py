@@ -35,36 +35,43 @@ class Speculator:
         *,
         max_rows: int,
         may_guess: Callable[[Sequence], bool] = lambda sequence: True,
+        costs: StepCosts | None = None,
         clock: Callable[[], float] = time.thread_time,
+        wall: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?"""
+        """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?
+        `costs`: where the guesser wants to know them too. `wall` is the clock of the durations that are recorded."""
         self.drafted: Counter[Source] = Counter()
         """Guesses that were checked."""
         self.accepted: Counter[Source] = Counter()
         """Guesses that were checked, were right and saved a step."""
         self.seconds = 0.0
         """Seconds of computing that were spent on guessing."""
-        self.costs = StepCosts()
+        self.costs = costs or StepCosts()
         self._guesser = guesser
         self._settings = settings
         self._max_rows = max_rows
         self._may_guess = may_guess
         self._clock = clock
+        self._wall = wall
+        self._spent = 0.0
+        """Seconds of the step that is planned which went into its guesses."""
         self._sources: dict[Sequence, Source] = {}
         """Sources of the guesses in the step that is planned."""
 
     def plan(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """What `Scheduler.guess` asks for: the guesses of this step, `budget` at the most."""
-        began = self._clock()
+        began, started = self._clock(), self._wall()
         chosen = self._choose(plan, min(budget, self._max_rows - len(plan.decodes) - len(plan.chunks)))
         self._sources = {sequence: guess.source for sequence, guess in chosen.items()}
         self.seconds += self._clock() - began
+        self._spent = self._wall() - started
         return {sequence: guess.tokens for sequence, guess in chosen.items()}
 
     def _choose(self, plan: StepPlan, most: int) -> dict[Sequence, Guess]:
         rooms = {s: min(s.most_guesses, self._settings.max_tokens) for s in plan.decodes}
         asked = [sequence for sequence, room in rooms.items() if room > 0]
-        found = self._guesser.propose(asked, rooms)
+        found = self._guesser.propose(asked, rooms, plan)
         found = {sequence: guess for sequence, guess in found.items() if self._may_guess(sequence)}
         if not found or most <= 0:
             return {}
@@ -92,7 +99,8 @@ class Speculator:
             self.accepted[source] += right.get(sequence, 0)
         self._sources = {}
         if not plan.chunks:
-            self.costs.learn(plan.num_tokens, seconds)
+            self.costs.learn(plan.num_tokens, seconds - self._spent)
+        self._spent = 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """The choice has ended."""

@@ -72,7 +72,8 @@ class DecoderLM:
         self.dtype = build.loader.dtype
         self.embedding = config.embedding
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
-        self._hidden_size = config.hidden_size
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_layers
         self._context = context = build.context
         self._layers = layers
         self._backend = build.backend.attention()
@@ -103,6 +104,26 @@ class DecoderLM:
         for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
             hidden = layer.forward(hidden, step, kv_layer)
         return self._leave(hidden, batch)
+
+    def forward_tapped(
+        self, batch: ForwardBatch, kv_cache: KVCache, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, with the residual streams before the layers `taps`, side by side: `[T, taps * hidden]`. A model
+        of one rank."""
+        hidden = self._enter(batch)
+        step = self.begin_step(batch, kv_cache.spec.block_size)
+        width, places = self.hidden_size, {layer: place for place, layer in enumerate(taps)}
+        features = torch.empty(hidden.shape[0], len(taps) * width, dtype=self.dtype, device=self.device)
+        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
+            if index in places:
+                features[:, places[index] * width : (places[index] + 1) * width] = hidden
+            hidden = layer.forward(hidden, step, kv_layer)
+        return self._leave(hidden, batch), features
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows `[T, hidden]` of the embedding, which the first stage has."""
+        assert self._embedding is not None
+        return self._embedding(token_ids)
 
     def time_parts(self, batch: ForwardBatch, kv_cache: KVCache) -> PartSeconds:
         """As `forward`, on a clock: how long each part takes once the device has finished the one before."""
@@ -137,7 +158,7 @@ class DecoderLM:
             assert self._embedding is not None
             return self._embedding(batch.token_ids)
         assert context.pp is not None
-        like = torch.empty(batch.token_ids.shape[0], self._hidden_size, dtype=self.dtype, device=self.device)
+        like = torch.empty(batch.token_ids.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
         return context.pp.receive(like, context.pp_rank - 1)
 
     def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -111,6 +112,11 @@ class ModelDigest:
 def model_digest(path: Path) -> str:
     """`ModelDigest`, waited for."""
     return ModelDigest(path).result()
+
+
+def combine_digests(digests: Sequence[str]) -> str:
+    """One digest, 32 hexadecimal digits, for what several of them name together, in this order."""
+    return hashlib.sha256("\n".join([_FORMAT, *digests]).encode()).hexdigest()[:32]
 
 
 def list_files(path: Path) -> list[tuple[str, Path]]:

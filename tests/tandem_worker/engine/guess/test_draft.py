@@ -1,0 +1,187 @@
+"""Who is asked for a head's guesses, how deep, and what is learned from them: decisions alone, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import pytest
+from tandem_worker.engine.guess.contract import Guess, Source
+from tandem_worker.engine.guess.costs import StepCosts
+from tandem_worker.engine.guess.draft import Chain, DraftGuesser, HeadRates, Place
+from tandem_worker.engine.schedule.params import SamplingParams
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.engine.schedule.request import Request, Sequence
+
+STEP = 0.010
+
+
+class Heads:
+    """A head that guesses 1, 2, 3 and so on, with one confidence, and takes so long for each pass."""
+
+    def __init__(self, confidence: float = 0.9, seconds: float = 0.0005) -> None:
+        self.confidence, self.seconds, self.now = confidence, seconds, 0.0
+        self.places: list[list[Place]] = []
+        self.passes: list[int] = []
+
+    def begin(self, places: Rows[Place], depth: int) -> Chain:
+        self.places.append(list(places))
+        self.level = 0
+        return self
+
+    def advance(self, active: Rows[int]) -> tuple[list[int], list[float]]:
+        self.level += 1
+        self.now += self.seconds
+        self.passes.append(len(active))
+        return [self.level] * len(active), [self.confidence] * len(active)
+
+
+class Told:
+    """A guesser by text that was told its guesses."""
+
+    def __init__(self, guesses: dict[Sequence, Guess]) -> None:
+        self.guesses = guesses
+        self.forgotten: list[Sequence] = []
+
+    def propose(self, sequences: Rows[Sequence], most: object, plan: StepPlan) -> dict[Sequence, Guess]:
+        return dict(self.guesses)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+
+def make_sequence(number: int = 0, prompt: int = 10, output: int = 2) -> Sequence:
+    request = Request(
+        id=str(number), prompt=tuple(range(prompt)), sampling=SamplingParams(max_tokens=100), arrival=0.0,
+        chain_root=b"", prompt_chain=[],
+    )  # fmt: skip
+    sequence = Sequence(request, 0, (0.0, number, 0))
+    sequence.output = [7] * output
+    sequence.num_planned = sequence.num_tokens
+    sequence.block_ids = [100 * number + index for index in range(1, 40)]
+    return sequence
+
+
+def costs(base: float = STEP) -> StepCosts:
+    known = StepCosts()
+    known.learn(1, base)
+    return known
+
+
+def ask(guesser: DraftGuesser, sequences: list[Sequence], most: int = 4, **plan: Any) -> dict[Sequence, Guess]:
+    return guesser.propose(sequences, dict.fromkeys(sequences, most), StepPlan(decodes=sequences, **plan))
+
+
+def say(sequence: Sequence, tokens: list[int]) -> None:
+    sequence.output += tokens
+    sequence.num_planned = sequence.num_tokens
+
+
+def live(
+    heads: Heads, truth: Callable[[int], list[int]], steps: int, known: StepCosts
+) -> tuple[DraftGuesser, Sequence]:
+    """A choice that is guessed for in each step and goes on with what `truth` says of the step."""
+    guesser = DraftGuesser(heads.begin, 4, costs=known, clock=lambda: heads.now)
+    sequence = make_sequence()
+    for step in range(steps):
+        ask(guesser, [sequence])
+        say(sequence, truth(step))
+    return guesser, sequence
+
+
+def test_chains_begin_behind_what_is_computed() -> None:
+    heads = Heads()
+    guesser = DraftGuesser(heads.begin, 4)
+    sequences = [make_sequence(0, 10, 2), make_sequence(1, 10, 3), make_sequence(2, 1, 1)]
+    ask(guesser, sequences)
+    assert heads.places == [[(7, 11, [1, 2, 3]), (7, 12, [101, 102, 103]), (7, 1, [201])]]
+
+
+def test_blocks_that_are_copied_in_this_step_are_read_where_they_are_copied_from() -> None:
+    heads = Heads()
+    sequence = make_sequence(0, 10, 2)
+    ask(DraftGuesser(heads.begin, 4), [sequence], copies=[(77, 3), (78, 33)])
+    assert heads.places[0][0].blocks == [1, 2, 77]
+
+
+def test_blocks_that_are_on_their_way_are_not_read() -> None:
+    heads = Heads()
+    waiting, ready = make_sequence(0), make_sequence(1)
+    found = ask(DraftGuesser(heads.begin, 4), [waiting, ready], moves_in=[(5, 2)])
+    assert set(found) == {ready}
+
+
+def test_each_choice_is_guessed_no_deeper_than_it_has_room() -> None:
+    heads = Heads()
+    one, other = make_sequence(0), make_sequence(1)
+    found = DraftGuesser(heads.begin, 4).propose([one, other], {one: 1, other: 3}, StepPlan(decodes=[one, other]))
+    assert {key: guess.tokens for key, guess in found.items()} == {one: (1,), other: (1, 2, 3)}
+    assert heads.passes == [2, 1, 1]
+    assert all(guess.source is Source.HEAD for guess in found.values())
+
+
+def test_who_may_not_guess_costs_no_pass() -> None:
+    heads = Heads()
+    one, other = make_sequence(0), make_sequence(1)
+    guesser = DraftGuesser(heads.begin, 4, may_guess=lambda sequence: sequence is other)
+    assert set(ask(guesser, [one, other])) == {other}
+
+
+@pytest.mark.parametrize(("worth", "source"), [((0.98,) * 6, Source.TEXT), ((0.2,), Source.HEAD)])
+def test_the_guess_that_promises_more_is_taken(worth: tuple[float, ...], source: Source) -> None:
+    sequence = make_sequence()
+    lookup = Told({sequence: Guess((9,) * len(worth), Source.TEXT, worth)})
+    guesser = DraftGuesser(Heads().begin, 4, lookup=lookup)
+    assert ask(guesser, [sequence])[sequence].source is source
+    guesser.forget(sequence)
+    assert lookup.forgotten == [sequence]
+
+
+def test_passes_go_deeper_while_guesses_are_right() -> None:
+    heads = Heads()
+    live(heads, lambda step: [1, 2, 3, 4], 60, costs())
+    assert len(heads.passes) > 3.5 * 60
+    slow = Heads(seconds=STEP)
+    live(slow, lambda step: [1, 2, 3, 4], 60, costs())
+    assert len(slow.passes) < 15, "a pass that takes as long as a step gains nothing"
+
+
+def test_a_head_that_is_never_right_is_hardly_asked() -> None:
+    heads = Heads()
+    live(heads, lambda step: [50], 320, costs())
+    assert len(heads.passes) < 50
+    assert heads.passes[-1] == 1, "now and then it is tried again"
+
+
+def test_a_head_that_becomes_right_is_asked_again() -> None:
+    heads = Heads()
+    live(heads, lambda step: [50] if step < 200 else [1, 2, 3], 400, costs())
+    before = len(heads.passes)
+    assert before > 300
+
+
+def test_others_lose_little() -> None:
+    """Passes cost a tenth of a step, and the head is right for one choice of eight: the others are left out."""
+    heads = Heads(seconds=0.1 * STEP)
+    known = costs()
+    guesser = DraftGuesser(heads.begin, 4, costs=known, clock=lambda: heads.now)
+    sequences = [make_sequence(number) for number in range(8)]
+    for _step in range(200):
+        guesser.propose(sequences, dict.fromkeys(sequences, 4), StepPlan(decodes=sequences))
+        for number, sequence in enumerate(sequences):
+            say(sequence, [1, 2, 3, 4] if number == 0 else [50])
+    late = heads.passes[len(heads.passes) // 2 :]
+    assert sum(late) / 200 < 4, "seven choices gain nothing from it"
+
+
+def test_chances_follow_confidence() -> None:
+    rates = HeadRates()
+    assert rates.chance(0.9) > rates.chance(0.5) > rates.chance(0.1) > 0
+    for number in range(300):
+        rates.record(0, 0.9, hit=number % 4 == 0)
+        rates.record(0, 0.2, hit=number % 2 == 0)
+    assert rates.chance(0.9) == pytest.approx(0.25, abs=0.05)
+    assert rates.chance(0.2) == pytest.approx(0.5, abs=0.05)
+    assert rates.expected(0) == pytest.approx(0.375, abs=0.05)
+    assert 0 <= rates.chance(1.0) <= 1

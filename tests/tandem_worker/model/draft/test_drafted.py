@@ -1,0 +1,134 @@
+"""What a head keeps in blocks follows from the text alone: however it was cut into steps, and wherever it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
+from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.model.draft.load import load_draft
+from tandem_worker.model.load import load_model
+
+from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, save_head, save_target
+
+SIZE = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DraftedLM:
+    folder = tmp_path_factory.mktemp("models")
+    target = load_model(save_target(folder / "target"), device=CPU, dtype=torch.float32)
+    return load_draft(save_head(folder / "head", HeadSpec()), target)
+
+
+def step(
+    model: DraftedLM, cache: KVCache, text: list[int], start: int, end: int, table: list[int], decodes: int = 0
+) -> torch.Tensor:
+    """Logits of tokens `start` to `end` of a text whose blocks are `table`."""
+    positions = torch.arange(start, end)
+    blocks = torch.tensor(table)
+    batch = ForwardBatch(
+        token_ids=torch.tensor(text[start:end]),
+        positions=positions,
+        slot_mapping=blocks[positions // SIZE] * SIZE + positions % SIZE,
+        block_tables=blocks[None].int(),
+        query_start=torch.tensor([0, end - start], dtype=torch.int32),
+        context_lens=torch.tensor([end], dtype=torch.int32),
+        logits_rows=torch.arange(end - start),
+        query_lens_host=(end - start,),
+        context_lens_host=(end,),
+        num_decodes=decodes,
+    )
+    with torch.inference_mode():
+        return model.forward(batch, cache)
+
+
+def kept(cache: KVCache, table: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of positions 1 and later, and the state of each block that has a token."""
+    used = table[: -(-length // SIZE)]
+    entries = cache.layers[-2][used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, 1:length]
+    return entries, cache.layers[-1][used]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_the_same_however_a_text_was_cut(model: DraftedLM, data: st.DataObject) -> None:
+    """Prompts in chunks, of which the first blocks may be another's, then decodes with guesses, right and wrong."""
+    length = data.draw(st.integers(2, 40))
+    text = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    spec = model.kv_cache_spec(SIZE)
+    whole, parts = (allocate_kv_cache(spec, 40, CPU) for _ in range(2))
+    first = list(range(1, 12))
+    step(model, whole, text, 0, length, first)
+
+    prompt = data.draw(st.integers(1, length))
+    earlier = data.draw(st.integers(0, prompt))
+    table, at = list(range(20, 32)), 0
+    if earlier:  # somebody else's text begins alike
+        step(model, parts, text[:earlier], 0, earlier, first)
+        at = min(earlier, prompt - 1) // SIZE * SIZE
+        table[: at // SIZE] = first[: at // SIZE]
+    while at < prompt:
+        end = min(prompt, at + SIZE * data.draw(st.integers(1, 4)))
+        step(model, parts, text, at, end, table)
+        at = end
+    while at < length:
+        right = data.draw(st.integers(0, min(3, length - at - 1)))
+        wrong = data.draw(st.integers(0, 2))
+        guessed = [
+            *text[: at + 1 + right],
+            *[(token + 1) % VOCAB for token in [*text[at + 1 + right :], 5, 5][:wrong]],
+        ]
+        step(model, parts, guessed, at, at + 1 + right + wrong, table, decodes=1)
+        with torch.inference_mode():
+            for row in range(1 + right):
+                model.keep_states([row], [table[(at + row) // SIZE]], parts)
+        at += 1 + right
+    for mine, theirs in zip(kept(parts, table, length), kept(whole, first, length), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=5e-3, rtol=5e-3)
+
+
+def test_a_step_that_is_repeated_finds_what_was_before(model: DraftedLM) -> None:
+    """Its decodes' states are kept by whoever knows that it is over."""
+    text = list(range(1, 11))
+    caches = [allocate_kv_cache(model.kv_cache_spec(SIZE), 8, CPU) for _ in range(2)]
+    for cache, times in zip(caches, (1, 3), strict=True):
+        step(model, cache, text, 0, 9, [1, 2, 3])
+        for _ in range(times):
+            step(model, cache, text, 9, 10, [1, 2, 3], decodes=1)
+    assert torch.equal(caches[0].layers[-2], caches[1].layers[-2])
+    assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
+
+
+def test_logits_are_those_of_the_model_alone(model: DraftedLM, tmp_path: Path) -> None:
+    alone = load_model(save_target(tmp_path), device=CPU, dtype=torch.float32)
+    text = list(range(30))
+    caches = [allocate_kv_cache(each.kv_cache_spec(SIZE), 12, CPU) for each in (model, alone)]
+    both = step(model, caches[0], text, 0, 30, list(range(1, 9)))
+    assert torch.equal(both, step(alone, caches[1], text, 0, 30, list(range(1, 9))))  # pyright: ignore[reportArgumentType]
+
+
+def test_each_layer_is_told_of_in_order(model: DraftedLM) -> None:
+    """So what the head keeps is sent to other workers with the rest."""
+    told: list[int] = []
+    cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 4, CPU)
+    batch = ForwardBatch(
+        token_ids=torch.tensor([1, 2]),
+        positions=torch.arange(2),
+        slot_mapping=torch.arange(2) + SIZE,
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        query_start=torch.tensor([0, 2], dtype=torch.int32),
+        context_lens=torch.tensor([2], dtype=torch.int32),
+        logits_rows=torch.tensor([1]),
+        query_lens_host=(2,),
+        context_lens_host=(2,),
+        on_layer=told.append,
+    )
+    with torch.inference_mode():
+        model.forward(batch, cache)
+    assert told == list(range(9))

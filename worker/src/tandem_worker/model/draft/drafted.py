@@ -1,0 +1,106 @@
+"""A model together with its draft head, as one model with two more layers of key-value blocks.
+
+The first of them has the head's keys and values: in the slot of token t + 1 the entry of (state t, token t + 1). So
+what a block holds follows from the tokens up to its last one, as for every other layer. The first slot of a sequence
+has no entry: it is written, and never read. The second one, `(hidden,)`, has the state of each block's newest token. So
+whoever has the blocks of a text can guess what comes next: after a hit in a cache, a move or a remote prefill.
+
+States of decoded tokens are kept when their step is over (`keep_states`), because only then is it known which of them
+stay; in a step that is repeated the states before it are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem_worker.model.assembly.decoder import DecoderLM
+from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.draft.chains import Chains, ChainStart, Room
+from tandem_worker.model.draft.eagle3 import Eagle3Head
+
+
+class DraftedLM:
+    """Satisfies `CausalLM`. Its logits are those of the model alone, bit for bit."""
+
+    def __init__(self, model: DecoderLM, head: Eagle3Head) -> None:
+        self.vocab_size = model.vocab_size
+        self.max_position_embeddings = model.max_position_embeddings
+        self.device = model.device
+        self.dtype = model.dtype
+        self.embedding = model.embedding
+        self.inexact = model.inexact
+        self.head = head
+        self._model = model
+        self._states = torch.empty(0)
+        """`[T, hidden]` of the last step."""
+        self._room = Room()
+        self._shares: dict[int, tuple[KVCache, KVCache]] = {}
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        own = self._model.kv_cache_spec(block_size)
+        more = (self.head.kv_layer_spec(block_size), KVLayerSpec(block_shape=(self.head.hidden_size,)))
+        return KVCacheSpec(layers=(*own.layers, *more), dtype=own.dtype, block_size=block_size)
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        """As the model's; writes what the head keeps of every token, too."""
+        share = self._share(kv_cache)
+        logits, features = self._model.forward_tapped(batch, share, self.head.config.feature_layers)
+        first = len(share.layers)
+        states = self._states = self.head.fuse(features)
+        self._write_entries(batch, kv_cache, states)
+        if batch.on_layer is not None:
+            batch.on_layer(first)
+        self._write_states(batch, kv_cache, states)
+        if batch.on_layer is not None:
+            batch.on_layer(first + 1)
+        return logits
+
+    def keep_states(self, rows: Sequence[int], blocks: Sequence[int], kv_cache: KVCache) -> None:
+        """The tokens of these rows of the last step stay: each is the newest one of its block, which is another for
+        each."""
+        states = self._states.index_select(0, torch.tensor(rows, device=self.device))
+        kv_cache.layers[-1].index_copy_(0, torch.tensor(blocks, device=self.device), states)
+
+    def begin_chains(self, starts: Sequence[ChainStart], depth: int, kv_cache: KVCache) -> Chains:
+        """Chains of up to `depth` guesses behind tokens whose texts are in these blocks; earlier ones end here."""
+        return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth, self._room)
+
+    def _share(self, kv_cache: KVCache) -> KVCache:
+        """The layers of the model itself."""
+        known = self._shares.get(id(kv_cache))
+        if known is None or known[0] is not kv_cache:
+            spec = kv_cache.spec
+            own = KVCacheSpec(layers=spec.layers[:-2], dtype=spec.dtype, block_size=spec.block_size)
+            share = KVCache(spec=own, num_blocks=kv_cache.num_blocks, layers=kv_cache.layers[:-2])
+            known = kv_cache, share
+            self._shares = {id(kv_cache): known}
+        return known[1]
+
+    def _write_entries(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
+        """The entry of each new token, with the state of the one before it."""
+        size, positions = kv_cache.spec.block_size, batch.positions
+        starts = batch.query_start[:-1].long()
+        before = torch.empty_like(states)
+        before[1:] = states[:-1]
+        first_positions = positions[starts]
+        columns = (first_positions - 1).clamp(min=0) // size
+        blocks = batch.block_tables.gather(1, columns[:, None]).squeeze(1).long()
+        kept = kv_cache.layers[-1].index_select(0, blocks)
+        before[starts] = kept.masked_fill_((first_positions == 0)[:, None], 0.0)
+        entries, _ = self.head.enter(batch.token_ids, before)
+        made = self.head.make_keys_values(entries, (positions - 1).clamp(min=0))
+        slots = batch.slot_mapping
+        kv_cache.layers[-2][slots // size, :, :, slots % size] = made
+
+    def _write_states(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
+        """The states of prompts, whose tokens stay whatever happens."""
+        size, first = kv_cache.spec.block_size, sum(batch.query_lens_host[: batch.num_decodes])
+        if first == states.shape[0]:
+            return
+        is_newest = batch.positions % size == size - 1
+        is_newest[batch.query_start[1:].long() - 1] = True
+        is_newest[:first] = False
+        rows = is_newest.nonzero().squeeze(1)
+        kv_cache.layers[-1].index_copy_(0, batch.slot_mapping[rows] // size, states.index_select(0, rows))

@@ -1,0 +1,94 @@
+"""The way in: from a published head and a loaded model to a `DraftedLM`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM
+from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.select import find_backend, select_backend
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.config import CONFIG_FILE, ModelConfig, read_raw_config
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.draft.config import TargetShape, parse_head_config
+from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.model.draft.eagle3 import Eagle3Head
+from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
+from tandem_worker.model.load import choose_packer
+from tandem_worker.parallel.context import SINGLE
+
+logger = logging.getLogger(__name__)
+
+
+def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = None) -> DraftedLM:
+    """`model`, of one rank, with the head in the folder `path`, which computes in the model's type on its device.
+
+    `backend` None chooses as for models. Raises StartupError with a reason and a sentence where the head cannot be
+    computed or belongs to another model.
+    """
+    if model.embedding is not None:
+        raise StartupError("DraftMismatch", "The model computes embeddings: it generates no text that a head guesses.")
+    if not isinstance(model, DecoderLM):
+        raise StartupError("DraftUnsupported", f"A {type(model).__name__} gives out no states that a head could read.")
+    if model.device.type != "cpu":
+        raise StartupError(
+            "DraftUnsupported",
+            "Draft heads run on CPUs so far: leave engine.speculative.draft out, or set engine.device to CPU.",
+        )
+    with _explaining():
+        return _load(path, model, backend)
+
+
+def check_draft(path: Path, config: ModelConfig) -> None:
+    """Whether the head in the folder `path` fits to a model with this configuration, by what can be told before
+    anything of it is read. Raises StartupError."""
+    target = TargetShape(vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_layers=config.num_layers)
+    with _explaining():
+        source = open_head(path)
+        head = parse_head_config(read_raw_config(path / CONFIG_FILE), target)
+        read_vocabulary(source, head.draft_vocab_size, target.vocab_size)
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Errors of checkpoints say which of the two is meant."""
+    try:
+        yield
+    except StartupError as error:
+        if str(error).startswith("The draft"):
+            raise
+        raise StartupError(error.reason, f"The draft head cannot be read: {error}") from error
+
+
+def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedLM:
+    source = open_head(path)
+    target = TargetShape(vocab_size=model.vocab_size, hidden_size=model.hidden_size, num_layers=model.num_layers)
+    config = parse_head_config(read_raw_config(path / CONFIG_FILE), target)
+    if EMBEDDING not in source and config.layer.hidden_size != model.hidden_size:
+        raise StartupError(
+            "WeightsIncomplete",
+            f"The draft head has no {EMBEDDING}, and the model's embedding has {model.hidden_size} elements where the "
+            f"head's layer has {config.layer.hidden_size}.",
+        )
+    parts = find_backend(backend or select_backend(model.device, model.dtype))
+    packer, _ = choose_packer(parts, "Plain")
+    with torch.inference_mode():
+        vocabulary = read_vocabulary(source, config.draft_vocab_size, config.layer.vocab_size)
+        loader = WeightLoader(
+            source, dtype=model.dtype, device=model.device, keeps_packed=parts.keeps_packed, packer=packer
+        )
+        build = Build(loader=loader, backend=parts, context=SINGLE)
+        head = Eagle3Head(config, build, vocabulary, model.embed)
+    source.check_taken()
+    logger.info(
+        "a draft head is loaded",
+        extra={"features": list(config.feature_layers), "guesses": config.draft_vocab_size, "of": model.vocab_size},
+    )
+    return DraftedLM(model, head)
