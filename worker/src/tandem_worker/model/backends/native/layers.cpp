@@ -58,9 +58,12 @@ struct SharedStep {
 
 namespace {
 
-void attend(const Layer& layer, const SharedStep& step, bf16* heads, bf16* attended, bf16* kv_layer) {
+void place(const Layer& layer, const SharedStep& step, bf16* heads, bf16* kv_layer) {
     tandem_place_heads(heads, step.rows, layer.num_heads, layer.num_kv_heads, layer.width, layer.q_norm, layer.k_norm,
                        layer.head_eps, step.cos, step.sin, step.slots, kv_layer, step.block_size);
+}
+
+void attend(const Layer& layer, const SharedStep& step, const bf16* heads, bf16* attended, const bf16* kv_layer) {
     const Attention attention{
         .q = heads,
         .out = attended,
@@ -83,18 +86,25 @@ void attend(const Layer& layer, const SharedStep& step, bf16* heads, bf16* atten
     tandem_attention(&attention);
 }
 
-// `to` may be `from`.
-void run_layer(const Layer& layer, const SharedStep& step, const bf16* from, bf16* to, bf16* kv_layer) {
+// Says that a layer's keys and values are written; whether the step ends there.
+using Written = int (*)(Index layer);
+
+// `to` may be `from`. False: the step has ended.
+bool run_layer(const Layer& layer, const SharedStep& step, const bf16* from, bf16* to, bf16* kv_layer, Index index,
+               Written written) {
     const Index hidden = layer.qkv.inner, rows = step.rows;
     tandem_rms_norm(from, hidden, rows, hidden, layer.input_norm, layer.input_eps, step.normed);
     bf16* heads = step.wide;
     bf16* attended = heads + rows * layer.qkv.columns;
     multiply(layer.qkv, step.normed, rows, nullptr, heads);
+    place(layer, step, heads, kv_layer);
+    if (written && written(index)) return false;
     attend(layer, step, heads, attended, kv_layer);
     multiply(layer.out, attended, rows, from, to);
     tandem_rms_norm(to, hidden, rows, hidden, layer.mlp_norm, layer.mlp_eps, step.normed);
     multiply_gated(layer.gate_up, step.normed, rows, step.wide);
     multiply(layer.down, step.wide, rows, to, to);
+    return true;
 }
 
 }  // namespace
@@ -103,8 +113,9 @@ void run_layer(const Layer& layer, const SharedStep& step, const bf16* from, bf1
 using namespace tandem;
 
 // `count` layers over `step`'s rows: hidden states `from` [rows, hidden] to `to`, each layer's keys and values written to
-// its own of `kv_layers` [blocks, 2, num_kv_heads, block_size, width].
+// its own of `kv_layers` [blocks, 2, num_kv_heads, block_size, width], which `written` is told if it is not null.
 TANDEM_EXPORT void tandem_layers(const Layer* layers, Index count, const SharedStep* step, const bf16* from, bf16* to,
-                                 bf16* const* kv_layers) {
-    for (Index i = 0; i < count; ++i, from = to) run_layer(layers[i], *step, from, to, kv_layers[i]);
+                                 bf16* const* kv_layers, Written written) {
+    for (Index i = 0; i < count; ++i, from = to)
+        if (!run_layer(layers[i], *step, from, to, kv_layers[i], i, written)) return;
 }

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ COLUMNS = 64
 LANES = 16
 """What a head's width must be a multiple of."""
 
+Written = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ssize_t)
+"""Is told the number of a layer whose keys and values are written; whether the step ends there."""
 _Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
-_SIGNATURES: dict[str, list[type]] = {
+_SIGNATURES: dict[str, list[Any]] = {
     "tandem_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
     "tandem_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
@@ -47,7 +50,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_Address, _Address, _Address, _Address, _Index),
     ],
     "tandem_attention": [_Address],
-    "tandem_layers": [_Address, _Index, _Address, _Address, _Address, _Address],
+    "tandem_layers": [_Address, _Index, _Address, _Address, _Address, _Address, Written],
     "tandem_use_threads": [_Index],
     "tandem_format": [_Index, _Address],
     "tandem_pack": [_Address, _Index, _Index, _Address],

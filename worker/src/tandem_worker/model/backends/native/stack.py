@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -151,8 +152,7 @@ class _Run:
 
 
 class NativeStack(LayerStack):
-    """Runs of layers without obstacle are one call each. Where somebody listens to layers they are computed one by one,
-    since the listener is told in the middle of a layer, and may end the step there."""
+    """Runs of layers without obstacle are one call each."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         super().__init__(layers)
@@ -178,8 +178,6 @@ class NativeStack(LayerStack):
         end: int | None = None,
     ) -> torch.Tensor:
         end = len(self.layers) if end is None else end
-        if step.batch.on_layer is not None:
-            return super().forward(hidden, step, kv_layers, first, end)
         at = first
         for run in self._runs:
             start, stop = max(run.first, at), min(run.end, end)
@@ -213,6 +211,7 @@ class NativeStack(LayerStack):
             table_width=batch.block_tables.stride(0),
             block_size=step.block_size,
         )
+        errors: list[BaseException] = []
         library.load_library().tandem_layers(
             run.address(first),
             end - first,
@@ -220,5 +219,26 @@ class NativeStack(LayerStack):
             hidden.data_ptr(),
             out.data_ptr(),
             ctypes.addressof(places),
+            _tell_of_layers(step, first, errors),
         )
+        if errors:
+            raise errors.pop()
         return out
+
+
+def _tell_of_layers(step: Step, first: int, errors: list[BaseException]) -> Any:
+    """What the library calls for each layer that is written, counted from `first`; null where nobody listens.
+
+    What a listener raises goes to `errors`, since nothing may be raised through the library, and ends the call.
+    """
+    if step.batch.on_layer is None:
+        return library.Written()
+
+    def written(layer: int) -> int:
+        try:
+            step.written(first + layer)
+        except BaseException as error:
+            errors.append(error)
+        return len(errors)
+
+    return library.Written(written)
