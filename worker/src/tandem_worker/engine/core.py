@@ -111,6 +111,11 @@ class EngineCore:
         self.turn_began = 0.0
         """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
         self._next_recording = 0.0
+        self._hands_over_within = executor.model.is_one_call and executor.num_ranks == 1
+        """Tokens wait for the next step to be prepared: whoever writes them to clients then does so while it is computed,
+        and the engine's thread does not wait for the interpreter's lock."""
+        if self._hands_over_within:
+            executor.on_compute = self._hand_over
         self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
@@ -353,10 +358,11 @@ class EngineCore:
         while self._wait(busy):
             self.turn_began = time.monotonic()
             self._run_commands()
-            if self._runner.has_deltas:
+            if self._runner.has_deltas and not self._hands_over_within:
                 self._flush()  # the first token of a prompt that another worker computed waits for no step
             busy = self._runner.step()
-            self._flush()
+            if not (busy and self._hands_over_within):
+                self._flush()
             if self._executor.graphs_pending:
                 busy = self._record_graph(busy) or busy
 
@@ -404,6 +410,10 @@ class EngineCore:
             request.id in (self._releasing if request.serves_peer else self._aborting)
             for request in (sequence.request for sequence in plan.sequences())
         )
+
+    def _hand_over(self) -> None:
+        if self._runner.has_deltas:
+            self._flush()
 
     def _flush(self) -> None:
         """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""

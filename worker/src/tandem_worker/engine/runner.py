@@ -362,6 +362,8 @@ class StepRunner:
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         for sequence in plan.withdrawn:
             self._withdraw_order(sequence)
+        if self.deltas and (plan.moves_out or plan.moves_in):
+            self._hand_over()
         self.executor.move_blocks(plan)
         for sequence in plan.orders:
             self._start_remote(sequence)

@@ -164,6 +164,7 @@ class BatchBuilder:
         step: StepInput,
         on_layer: Callable[[int], None] | None = None,
         chosen: torch.Tensor | None = None,
+        on_compute: Callable[[], None] | None = None,
     ) -> ForwardBatch:
         """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
         self.table.write(step.table_runs, step.table_values)
@@ -193,6 +194,7 @@ class BatchBuilder:
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
             on_layer=on_layer,
+            on_compute=on_compute,
         )
 
     def _fill_late(self, token_ids: torch.Tensor, known: np.ndarray, chosen: torch.Tensor) -> None:

@@ -60,6 +60,8 @@ class ModelExecutor:
         self.sampler = build_sampler(model.vocab_size, model.device)
         self._copier = copier or build_copier(model.device)
         self._chosen: torch.Tensor | None = None
+        self.on_compute: Callable[[], None] | None = None
+        """Called when a step is prepared and its layers are computed next."""
 
     @property
     def num_layers(self) -> int:
@@ -152,7 +154,7 @@ class ModelExecutor:
     def compute(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         """Logits `[N, vocab]` of a described step."""
         self._copy_blocks(step.copies)
-        batch = self._builder.assemble(step, on_layer, self._chosen)
+        batch = self._builder.assemble(step, on_layer, self._chosen, self.on_compute)
         if self._graphs is not None and on_layer is None:
             logits = self._graphs.run(batch)
             if logits is not None:

@@ -75,6 +75,7 @@ class DecoderLM:
         self._hidden_size = config.hidden_size
         self._context = context = build.context
         self._stack = build.backend.stack(layers)
+        self.is_one_call = self._stack.is_one_call
         self._backend = build.backend.attention()
         self._rotary = rotary
         shape = (config.vocab_size, config.hidden_size)
@@ -100,6 +101,8 @@ class DecoderLM:
         """Logits `[N, vocab_size]` float32 of `batch.logits_rows`; an embedding model's hidden states instead."""
         hidden = self._enter(batch)
         step = self.begin_step(batch, kv_cache.spec.block_size)
+        if batch.on_compute is not None:
+            batch.on_compute()
         hidden = self._stack.forward(hidden, step, kv_cache.layers)
         return self._leave(hidden, batch)
 

@@ -68,6 +68,9 @@ class PreNormLayer:
 class LayerStack:
     """Layers that are computed one by one. Backends may compute several in one call, with the same bits."""
 
+    is_one_call = False
+    """Whether `forward` is one call, in which other threads have the interpreter's lock."""
+
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = tuple(layers)
 

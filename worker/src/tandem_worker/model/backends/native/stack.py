@@ -166,6 +166,7 @@ class NativeStack(LayerStack):
             if whole:
                 self._runs.append(_Run(first, self.layers[first:end]))
             first = end
+        self.is_one_call = len(self._runs) == 1 and not self.obstacles
         together = len(self.layers) - self.obstacles.total()
         logger.info("layers are computed together", extra={"layers": together, "apart": dict(self.obstacles)})
 
