@@ -112,7 +112,7 @@ class EngineCore:
         """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
         self._next_recording = 0.0
         self._hands_over_within = executor.model.is_one_call and executor.num_ranks == 1
-        """Tokens wait for the next step to be prepared: whoever writes them to clients then does so while it is computed,
+        """Tokens wait for the next step to be prepared: whoever writes them to clients does so while it is computed,
         and the engine's thread does not wait for the interpreter's lock."""
         if self._hands_over_within:
             executor.on_compute = self._hand_over
