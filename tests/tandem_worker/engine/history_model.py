@@ -40,6 +40,7 @@ class HistoryModel:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.embedding: EmbeddingSpec | None = None
+        self.is_one_call = False
         self.inexact: str | None = "its rows are exact, but most tests count its steps"
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []

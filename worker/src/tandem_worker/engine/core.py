@@ -97,6 +97,11 @@ class EngineCore:
         self._runner = _join_lanes(lanes, executor)
         self._draining = False
         self._next_recording = 0.0
+        self._hands_over_within = executor.model.is_one_call and executor.num_ranks == 1
+        """Tokens wait for the next step to be prepared: whoever writes them to clients does so while it is computed,
+        and the engine's thread does not wait for the interpreter's lock."""
+        if self._hands_over_within:
+            executor.on_compute = self._hand_over
         self._steps = StepThread(self, vitals or Vitals())
         self._send = self._steps.send
         self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
@@ -317,14 +322,18 @@ class EngineCore:
     # -- engine thread (`step_thread.Turns`, and commands) -------------------------------------------------------
 
     def take_turn(self, busy: bool) -> bool:
-        runner = self._runner
-        if any(lane.outputs.deltas for lane in runner.lanes):
-            self.flush()  # the first token of a prompt that another worker computed waits for no step
-        busy = runner.step()
-        self.flush()
+        if not self._hands_over_within:
+            self._hand_over()  # the first token of a prompt that another worker computed waits for no step
+        busy = self._runner.step()
+        if not (busy and self._hands_over_within):
+            self.flush()
         if self._executor.graphs_pending:
             busy = self._record_graph(busy) or busy
         return busy
+
+    def _hand_over(self) -> None:
+        if any(lane.outputs.deltas for lane in self._runner.lanes):
+            self.flush()
 
     def end_all(self) -> None:
         for lane in self._runner.lanes:

@@ -259,6 +259,8 @@ class StepRunner:
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         for sequence in plan.withdrawn:
             self.remote.withdraw(sequence)
+        if self.outputs.deltas and (plan.moves_out or plan.moves_in):
+            self._hand_over()
         self.executor.move_blocks(plan)
         for sequence in plan.orders:
             self.remote.start(sequence)

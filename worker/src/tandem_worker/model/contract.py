@@ -78,6 +78,8 @@ class ForwardBatch:
     """Leading sequences whose tokens are their newest ones and guesses behind it; the tokens of others are known."""
     on_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index when that layer's KV of this batch is written (on a GPU: enqueued)."""
+    on_compute: Callable[[], None] | None = field(default=None)
+    """Called before the layers of a model that `is_one_call`."""
 
     @property
     def is_decode(self) -> bool:
@@ -96,6 +98,8 @@ class CausalLM(Protocol):
     """None: the model generates."""
     inexact: str | None
     """Why a row's logits may have other bits in other company, as a part of a sentence; None: they never have."""
+    is_one_call: bool
+    """Its layers are one call, in which other threads have the interpreter's lock; `on_compute` is called before it."""
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What this rank stores per block of `block_size` tokens, layer by layer."""

@@ -166,6 +166,7 @@ class BatchBuilder:
         chosen: torch.Tensor | None = None,
         *,
         num_decodes: int = 0,
+        on_compute: Callable[[], None] | None = None,
     ) -> ForwardBatch:
         """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`. `num_decodes` as in
         `ForwardBatch`: only draft heads ask, which the ranks of a group do not have, so no description carries it."""
@@ -197,6 +198,7 @@ class BatchBuilder:
             has_padding=bool((slots < size).any()),
             num_decodes=num_decodes,
             on_layer=on_layer,
+            on_compute=on_compute,
         )
 
     def _fill_late(self, token_ids: torch.Tensor, known: np.ndarray, chosen: torch.Tensor) -> None:

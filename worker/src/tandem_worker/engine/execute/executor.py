@@ -60,6 +60,8 @@ class ModelExecutor:
         self.sampler = build_sampler(model.vocab_size, model.device)
         self._copier = copier or build_copier(model.device)
         self._chosen: torch.Tensor | None = None
+        self.on_compute: Callable[[], None] | None = None
+        """Called when a step is prepared and its layers are computed next."""
 
     @property
     def num_layers(self) -> int:
@@ -144,7 +146,9 @@ class ModelExecutor:
         """Compute the plan; `on_layer(i)` is called when layer i of its chunks is written."""
         step, layout = self._builder.describe(plan)
         self._copy_blocks(step.copies)
-        batch = self._builder.assemble(step, on_layer, self._chosen, num_decodes=len(plan.decodes))
+        batch = self._builder.assemble(
+            step, on_layer, self._chosen, num_decodes=len(plan.decodes), on_compute=self.on_compute
+        )
         if self._graphs is not None and on_layer is None:
             logits = self._graphs.run(batch)
             if logits is not None:

@@ -75,7 +75,8 @@ class DecoderLM:
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
         self._context = context = build.context
-        self._layers = layers
+        self._stack = build.backend.stack(layers)
+        self.is_one_call = self._stack.is_one_call
         self._backend = build.backend.attention()
         self._rotary = rotary
         shape = (config.vocab_size, config.hidden_size)
@@ -94,15 +95,16 @@ class DecoderLM:
             self._head = load_lm_head(build, shape, tied=table)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        specs = tuple(layer.kv_layer_spec(block_size) for layer in self._layers)
+        specs = tuple(layer.kv_layer_spec(block_size) for layer in self._stack.layers)
         return KVCacheSpec(layers=specs, dtype=self.dtype, block_size=block_size)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """Logits `[N, vocab_size]` float32 of `batch.logits_rows`; an embedding model's hidden states instead."""
         hidden = self._enter(batch)
         step = self.begin_step(batch, kv_cache.spec.block_size)
-        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
-            hidden = layer.forward(hidden, step, kv_layer)
+        if batch.on_compute is not None:
+            batch.on_compute()
+        hidden = self._stack.forward(hidden, step, kv_cache.layers)
         return self._leave(hidden, batch)
 
     def forward_tapped(
@@ -131,8 +133,7 @@ class DecoderLM:
         hidden = self._enter(batch)
         step = self.begin_step(batch, kv_cache.spec.block_size)
         times.append(self._clock())
-        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
-            hidden = layer.forward(hidden, step, kv_layer)
+        hidden = self._stack.forward(hidden, step, kv_cache.layers)
         times.append(self._clock())
         self._leave(hidden, batch)
         times.append(self._clock())

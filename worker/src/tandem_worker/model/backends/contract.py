@@ -17,7 +17,7 @@ from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
-from tandem_worker.model.layers.pre_norm import PreNormLayer
+from tandem_worker.model.layers.pre_norm import LayerStack, PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router
 from tandem_worker.parallel.collectives import Collective
@@ -74,6 +74,7 @@ class Backend:
     dtype: torch.dtype | None = None
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer
+    stack: type[LayerStack] = LayerStack
     packer: Callable[[], Packer] | None = None
     """Makes matrices as they are multiplied from what the checkpoint stores; None: layers pack them."""
     lossless: Lossless | None = None

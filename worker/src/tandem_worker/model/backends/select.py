@@ -19,7 +19,7 @@ def find_backend(name: BackendName) -> Backend:
 
         return TRITON
     if name is BackendName.NATIVE:
-        from tandem_worker.model.backends.native.layers import NATIVE
+        from tandem_worker.model.backends.native.backend import NATIVE
 
         return NATIVE
     from tandem_worker.model.backends.torch.layers import TORCH

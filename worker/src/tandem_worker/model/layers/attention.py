@@ -42,7 +42,7 @@ class SelfAttention:
         self.qkv = qkv
         self.out = out
         self.spec = spec
-        self._place = place
+        self.place = place
         self._index = index
         self._num_placed = spec.num_heads + spec.num_kv_heads
 
@@ -55,7 +55,7 @@ class SelfAttention:
         """`residual + attention(x)` for `[T, hidden]`; None adds nothing. Writes this layer's KV."""
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        self._place(heads[:, : self._num_placed], spec.num_heads, step)
+        self.place(heads[:, : self._num_placed], spec.num_heads, step)
         kv = heads[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
         step.attention.write(kv, kv_layer)
         step.written(self._index)

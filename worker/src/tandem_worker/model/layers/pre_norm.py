@@ -1,7 +1,9 @@
-"""A transformer layer around its two halves: attention and MLP, each behind a norm and added to the residual stream."""
+"""A transformer layer around its two halves, attention and MLP, each behind a norm and added to the residual stream,
+and the stack of such layers that a model is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -61,3 +63,29 @@ class PreNormLayer:
         """`[T, hidden]` to `[T, hidden]`, in the type it came in; writes the layer's KV."""
         hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
         return self.mlp.forward(self.mlp_norm(hidden), hidden, step)
+
+
+class LayerStack:
+    """Layers that are computed one by one. Backends may compute several in one call, with the same bits."""
+
+    is_one_call = False
+    """Whether `forward` is one call, in which other threads have the interpreter's lock."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = tuple(layers)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        step: Step,
+        kv_layers: Sequence[torch.Tensor],
+        first: int = 0,
+        end: int | None = None,
+    ) -> torch.Tensor:
+        """`[T, hidden]` through the layers from `first` on, up to `end`, by default all; `hidden` stays as it is.
+
+        `kv_layers` are those of all layers of the stack. Whoever wants the stream between two layers calls twice.
+        """
+        for index in range(first, len(self.layers) if end is None else end):
+            hidden = self.layers[index].forward(hidden, step, kv_layers[index])
+        return hidden

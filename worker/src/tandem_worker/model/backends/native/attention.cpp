@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels.h"
 #include "pool.h"
 
 namespace tandem {
@@ -21,25 +22,6 @@ constexpr Index kTileRows = 192;     // rows of a tile, unless one query has mor
 constexpr Index kSegment = 512;      // keys that are summed together, a multiple of kKeys: changing it changes bits
 constexpr Index kSplitRows = 64;     // tiles of so few rows leave segments to several threads
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-}  // namespace
-
-// One step over B sequences, T new tokens in all. `context_lens` count the new tokens too.
-struct Attention {
-    const bf16* q;  // [T, num_heads, width], tokens `q_stride` elements apart
-    bf16* out;      // [T, num_heads * width]
-    const bf16* layer;  // [blocks, 2, num_kv_heads, block_size, width]
-    const std::int32_t* tables;  // [B, table_width]
-    const std::int32_t* query_start;  // [B + 1]
-    const std::int32_t* context_lens;  // [B]
-    const float* sinks;  // [num_heads] or null
-    Index num_sequences, table_width, q_stride, num_heads, num_kv_heads, width, block_size;
-    Index window;  // keys a query sees, its own included; 0 for all
-    Index chunk;   // a query sees keys of its own run of so many positions; 0 for all
-    float scale;
-};
-
-namespace {
 
 // Part of the work: a tile of queries of one sequence and KV head over the keys from `first` to `last`.
 struct Item {

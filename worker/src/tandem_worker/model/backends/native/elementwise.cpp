@@ -1,6 +1,7 @@
 // What stands between the products: norm, activation, and the way of queries, keys and values to their places.
 #include <algorithm>
 
+#include "kernels.h"
 #include "pool.h"
 
 namespace tandem {

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.contract import BackendName, Lossless
-from tandem_worker.model.backends.form import CPU_RATIOS
 from tandem_worker.model.backends.native import library
-from tandem_worker.model.backends.native.attention import NativeAttention
-from tandem_worker.model.backends.native.packing import LosslessPacker, NativePacker, lay_out
-from tandem_worker.model.backends.torch.layers import TORCH
+from tandem_worker.model.backends.native.packing import lay_out
 from tandem_worker.model.checkpoint.split import HEAD
 from tandem_worker.model.checkpoint.stored import PackedWeight
-from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
@@ -39,7 +33,7 @@ def most_rows(capabilities: Mapping[str, bool]) -> int:
 
 
 MAX_ROWS = most_rows(torch.cpu.get_capabilities())
-_PACKS = sys.maxsize == MAX_ROWS
+PACKS = sys.maxsize == MAX_ROWS
 """Whether weights are packed here; else oneDNN, which multiplies some of them, packs all of them."""
 
 
@@ -62,7 +56,7 @@ class NativeLinear(Linear):
                 self.address += 0 if self.is_split else HEAD
             return weight.memory
         assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
-        own = lay_out(weight) if _PACKS else None
+        own = lay_out(weight) if PACKS else None
         if own is not None:
             self.address = own.data_ptr()
             return own
@@ -115,8 +109,13 @@ class NativeEmbedding(Embedding):
 class NativeRMSNorm(RMSNorm):
     __slots__ = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a row is normalized as one and scaled by a weight of its width, or by none."""
+        return self.weight is None or self.weight.shape == self.shape
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() != 2 or (self.weight is not None and self.weight.shape != self.shape):
+        if x.dim() != 2 or not self.is_whole:
             return super().__call__(x)
         return native.rms_norm(x, self.weight, self.eps)
 
@@ -139,7 +138,7 @@ class NativeSelfAttention(SelfAttention):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
     ) -> torch.Tensor:
-        place, spec = self._place, self.spec
+        place, spec = self.place, self.spec
         if not isinstance(place, Rotate) or place.interleaved:
             return super().forward(x, residual, step, kv_layer)
         norms = None if place.norm is None else (place.norm.query_weight, place.norm.key_weight, place.norm.eps)
@@ -167,37 +166,3 @@ def build_route(router: Router) -> Route:
 
 class NativeExperts(Experts):
     linear = NativeLinear
-
-
-def find_inexact(layers: Sequence[KVLayerSpec]) -> str | None:
-    """As `Backend.find_inexact`."""
-    if not _PACKS:
-        return "oneDNN multiplies many rows with AMX, and the kernels few"
-    if any(layer.head_dim_index is None for layer in layers):
-        return "torch attends to latents (MLA)"
-    if any(layer.block_shape[-1] % library.LANES for layer in layers):
-        return f"torch attends with heads whose width is no multiple of {library.LANES}"
-    return None
-
-
-NATIVE = replace(
-    TORCH,
-    name=BackendName.NATIVE,
-    dtype=torch.bfloat16,
-    attention=NativeAttention,
-    linear=NativeLinear,
-    head=NativeHead,
-    norm=NativeRMSNorm,
-    self_attention=NativeSelfAttention,
-    mlp=NativeMLP,
-    experts=NativeExperts,
-    route=build_route,
-    find_inexact=find_inexact,
-    packer=NativePacker if _PACKS else None,
-    lossless=Lossless(
-        packer=LosslessPacker,
-        embedding=NativeEmbedding,
-        find_obstacle=native.find_lossless_obstacle,
-        ratios=CPU_RATIOS,
-    ),
-)

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ COLUMNS = 64
 LANES = 16
 """What a head's width must be a multiple of."""
 
+Written = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ssize_t)
+"""Is told the number of a layer whose keys and values are written; whether the step ends there."""
 _Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
-_SIGNATURES: dict[str, list[type]] = {
+_SIGNATURES: dict[str, list[Any]] = {
     "tandem_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
     "tandem_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
@@ -47,6 +50,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_Address, _Address, _Address, _Address, _Index),
     ],
     "tandem_attention": [_Address],
+    "tandem_layers": [_Address, _Index, _Address, _Address, _Address, _Address, Written],
     "tandem_use_threads": [_Index],
     "tandem_format": [_Index, _Address],
     "tandem_pack": [_Address, _Index, _Index, _Address],
@@ -137,7 +141,8 @@ def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
     return address
 
 
-def _at(tensor: torch.Tensor | None) -> int | None:
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Where it lies; None for none."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -161,10 +166,20 @@ def linear(
     if dtype == torch.float32:
         assert residual is None
         product = library.tandem_split_linear_float32 if is_split else library.tandem_linear_float32
-        product(weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
+        product(weight, out_features, inner, x.data_ptr(), x.stride(0), rows, address_of(bias), out.data_ptr())
         return out
     product = library.tandem_split_linear if is_split else library.tandem_linear
-    product(weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr())
+    product(
+        weight,
+        out_features,
+        inner,
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        address_of(bias),
+        address_of(residual),
+        out.data_ptr(),
+    )
     return out
 
 
@@ -176,7 +191,7 @@ def gate_up_silu(
     out = x.new_empty(rows, width)
     library = load_library()
     product = library.tandem_split_gate_up_silu if is_split else library.tandem_gate_up_silu
-    product(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
+    product(weight, width, inner, x.data_ptr(), x.stride(0), rows, address_of(bias), out.data_ptr())
     return out
 
 
@@ -184,7 +199,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """`x / rms(x) * weight` for `[T, D]`."""
     rows, width = x.shape
     out = x.new_empty(rows, width)
-    load_library().tandem_rms_norm(x.data_ptr(), x.stride(0), rows, width, _at(weight), eps, out.data_ptr())
+    load_library().tandem_rms_norm(x.data_ptr(), x.stride(0), rows, width, address_of(weight), eps, out.data_ptr())
     return out
 
 
@@ -218,8 +233,8 @@ def place_heads(
         num_heads,
         num_kv_heads,
         width,
-        _at(query_norm),
-        _at(key_norm),
+        address_of(query_norm),
+        address_of(key_norm),
         eps,
         cos.data_ptr(),
         sin.data_ptr(),
@@ -271,7 +286,7 @@ class AttentionStep:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         call = self._call
         call.q, call.q_stride, call.out, call.layer = q.data_ptr(), q.stride(0), out.data_ptr(), kv_layer.data_ptr()
-        call.sinks = _at(sinks)
+        call.sinks = address_of(sinks)
         load_library().tandem_attention(self._reference)
         return out
 

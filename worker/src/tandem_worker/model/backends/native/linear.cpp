@@ -1,5 +1,6 @@
 // Products with a weight in the layout that oneDNN chooses for these types, [N / 64][K / 2][64][2], N padded with zeros
 // to a multiple of 64, so both read the same memory.
+#include "kernels.h"
 #include "product.h"
 
 namespace tandem {

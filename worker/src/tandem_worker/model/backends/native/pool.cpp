@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -12,6 +13,8 @@ namespace tandem {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr Index kMostThreads = 256;  // each costs a job a word to write
 
 // A helper that found nothing to do stays awake for longer than the gaps within a decode step.
 constexpr auto kAwake = std::chrono::microseconds(100);
@@ -31,30 +34,41 @@ bool spin(Clock::duration limit, Condition condition) {
     return condition();
 }
 
-// A job's number of items and its next one in one word: what a thread claims is an item of the job it sees.
-struct Word {
-    std::uint64_t bits;
-    static Word of(Index count) { return {std::uint64_t(count) << 32}; }
-    Index count() const { return bits >> 32; }
-    Index next() const { return bits & 0xffffffff; }
-    bool open() const { return next() < count(); }
+// Items of a job that are one thread's first, neighbours: where the next one begins in memory is where the last ended.
+// Their end and the next one in one word: what a thread claims is an item of the job it sees.
+struct alignas(64) Share {
+    std::atomic<std::uint64_t> word{0};
+
+    void open(Index first, Index end) { word.store(std::uint64_t(end) << 32 | std::uint64_t(first)); }
+
+    // An item, or -1 where none is left.
+    Index claim() {
+        if (!is_open(word.load(std::memory_order_relaxed))) return -1;
+        const std::uint64_t claimed = word.fetch_add(1, std::memory_order_acquire);
+        return is_open(claimed) ? Index(claimed & 0xffffffff) : -1;
+    }
+
+   private:
+    static bool is_open(std::uint64_t bits) { return (bits & 0xffffffff) < bits >> 32; }
 };
 
 class Pool {
    public:
     void run(Index count, Body body, void* context) {
         const std::unique_lock<std::mutex> mine(caller_, std::try_to_lock);
-        if (count <= 1 || num_helpers_ == 0 || !mine) {
+        if (count <= 1 || num_threads_ == 1 || !mine) {
             for (Index item = 0; item < count; ++item) body(context, item);
             return;
         }
         body_ = body;
         context_ = context;
+        count_ = count;
         done_.store(0, std::memory_order_relaxed);
-        word_.store(Word::of(count).bits);
+        const Index threads = num_threads_;
+        for (Index i = 0; i < threads; ++i) shares_[i].open(count * i / threads, count * (i + 1) / threads);
         published_.fetch_add(1);
         if (asleep_.load() > 0) published_.notify_all();
-        work();
+        work(0, threads);
         if (spin(kFinishing, [&] { return done_.load(std::memory_order_acquire) == count; })) return;
         // The thread with the last item may wait for a core, perhaps for this one.
         for (std::int32_t done; (done = done_.load(std::memory_order_acquire)) != count;) done_.wait(done);
@@ -66,26 +80,29 @@ class Pool {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
-        for (; num_helpers_ < num_threads - 1; ++num_helpers_) std::thread([this] { help(); }).detach();
+        for (num_threads = std::min(num_threads, kMostThreads); num_threads_ < num_threads; ++num_threads_)
+            std::thread([this, mine = Index(num_threads_)] { help(mine); }).detach();
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
    private:
-    void work() {
-        while (Word{word_.load(std::memory_order_relaxed)}.open()) {
-            const Word claimed{word_.fetch_add(1, std::memory_order_acquire)};
-            if (!claimed.open()) return;
-            // From here until the item counts as done this job cannot end: its fields stand still.
-            const Index count = claimed.count();
-            body_(context_, claimed.next());
-            if (done_.fetch_add(1, std::memory_order_release) + 1 == count) done_.notify_one();
+    // The thread's own share first, then what others have left.
+    void work(Index mine, Index threads) {
+        for (Index i = 0; i < threads; ++i) {
+            Share& share = shares_[(mine + i) % threads];
+            for (Index item; (item = share.claim()) >= 0;) {
+                // From the claim until the item counts as done this job cannot end: its fields stand still.
+                const Index count = count_;
+                body_(context_, item);
+                if (done_.fetch_add(1, std::memory_order_release) + 1 == count) done_.notify_one();
+            }
         }
     }
 
-    [[noreturn]] void help() {
+    [[noreturn]] void help(Index mine) {
         for (;;) {
             const std::uint32_t seen = published_.load();
-            work();
+            work(mine, num_threads_);
             if (spin(kAwake, [&] { return published_.load(std::memory_order_relaxed) != seen; })) continue;
             asleep_.fetch_add(1);
             published_.wait(seen);
@@ -94,10 +111,11 @@ class Pool {
     }
 
     std::mutex caller_;
-    Index num_helpers_ = 0;
+    std::atomic<Index> num_threads_{1};
     Body body_ = nullptr;
     void* context_ = nullptr;
-    alignas(64) std::atomic<std::uint64_t> word_{0};
+    Index count_ = 0;
+    Share shares_[kMostThreads];
     alignas(64) std::atomic<std::int32_t> done_{0};
     alignas(64) std::atomic<std::uint32_t> published_{0};
     std::atomic<std::int32_t> asleep_{0};
@@ -115,5 +133,5 @@ void run_items(Index count, Body body, void* context) { pool().run(count, body, 
 
 }  // namespace tandem
 
-// Use up to so many threads, the caller's included.
+// Use up to so many threads, the caller's included; more than 256 are never used.
 TANDEM_EXPORT void tandem_use_threads(tandem::Index num_threads) { tandem::pool().grow(num_threads); }

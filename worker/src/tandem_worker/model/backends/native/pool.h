@@ -1,7 +1,8 @@
 // Threads that help with the items of a job, as far as they are awake and have a core.
 //
 // A job is done when its items are, not when every thread has come by: on a core that other processes want too, a
-// helper may be away for milliseconds, and a region that waits for it at a barrier, as OpenMP's do, waits as long.
+// helper may be away for milliseconds, and a region that waits for it at a barrier, as OpenMP's do, waits as long. Each
+// thread begins with a share of neighbouring items, whose memory is read in one run, and then takes what others have left.
 #pragma once
 
 #include "simd.h"

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "kernels.h"
 #include "product.h"
 
 namespace tandem {

@@ -113,9 +113,9 @@ class TritonSelfAttention(SelfAttention):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
     ) -> torch.Tensor:
-        if not isinstance(self._place, Rotate):
+        if not isinstance(self.place, Rotate):
             return super().forward(x, residual, step, kv_layer)
-        attention, rotation, norm = step.attention, step.rotation, self._place.norm
+        attention, rotation, norm = step.attention, step.rotation, self.place.norm
         assert isinstance(attention, TritonStepAttention)
         assert isinstance(rotation, TritonRotation)
         q = kernels.fused_qkv_norm_rope_kv_write(
@@ -128,7 +128,7 @@ class TritonSelfAttention(SelfAttention):
             q_norm=None if norm is None else norm.query_weight,
             k_norm=None if norm is None else norm.key_weight,
             eps=0.0 if norm is None else norm.eps,
-            interleaved=self._place.interleaved,
+            interleaved=self.place.interleaved,
         )
         step.written(self._index)
         return self.out.add_to(attention.attend_cached(q, kv_layer, self.spec), residual)

@@ -1,0 +1,76 @@
+"""Where a model's layers are one call, tokens are handed over as the next step's call begins, and never later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tandem_worker.engine.schedule.params import FinishReason
+from tandem_worker.model.contract import ForwardBatch, KVCache
+
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import Rig
+
+PROMPT = (1, 2, 3)
+
+
+class OneCall(HistoryModel):
+    """Notes how many tokens are out before a step says that its call begins, and when it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_one_call = True
+        self.count_out: Callable[[], int] = lambda: 0
+        self.out: list[tuple[int, int]] = []
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        before = self.count_out()
+        assert batch.on_compute is not None
+        batch.on_compute()
+        self.out.append((before, self.count_out()))
+        return super().forward(batch, kv_cache)
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    model = OneCall()
+    rig = make_rig(model=model, host_blocks=32, num_blocks=24)
+    model.count_out = lambda: sum(len(rig.out.tokens(*key)) for key in list(rig.out.deltas))
+    return rig
+
+
+def test_a_token_goes_out_as_the_call_of_the_next_step_begins(rig: Rig) -> None:
+    rig.submit("r", PROMPT, max_tokens=5)
+    rig.wait()
+    assert rig.out.tokens("r") == list(greedy_answer(PROMPT, 5))
+    model: Any = rig.model
+    assert model.out == [(0, 0), (0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_the_last_token_waits_for_no_step(rig: Rig) -> None:
+    for index in range(3):
+        rig.submit(f"r{index}", PROMPT, max_tokens=1)
+        rig.wait()
+        assert rig.out.reason(f"r{index}") is FinishReason.LENGTH
+
+
+def test_tokens_go_out_though_the_next_step_fails(rig: Rig) -> None:
+    rig.submit("r", PROMPT, max_tokens=50)
+    rig.out.wait_tokens("r", 2)
+    rig.model.fail_once = RuntimeError("no")  # type: ignore[attr-defined]
+    rig.wait()
+    tokens = rig.out.tokens("r")
+    assert tokens == list(greedy_answer(PROMPT, 50))[: len(tokens)]
+    assert rig.out.reason("r") is FinishReason.ERROR
+
+
+def test_many_streams_lose_no_token(rig: Rig) -> None:
+    """Beside preemptions and blocks that move to the host and back."""
+    prompts = [tuple(range(index, index + 9)) for index in range(6)]
+    for index, prompt in enumerate(prompts):
+        rig.submit(f"r{index}", prompt, max_tokens=12)
+    rig.out.wait_finished(len(prompts))
+    for index, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{index}") == list(greedy_answer(prompt, 12))
