@@ -17,7 +17,7 @@ from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.moe import Experts
 
-_QUANTIZED = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4"}
+_FORMS = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4", "SplitByteWeight": "lossless"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def count_matrices(model: object) -> dict[str, Matrices]:
 
 def _matrices_of(thing: object) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Forms of the matrices that an object holds itself, and their tensors."""
-    kind = _QUANTIZED.get(type(thing).__name__)
+    kind = _FORMS.get(type(thing).__name__)
     if kind is not None:
         yield kind, [value for value in _parts(thing) if isinstance(value, torch.Tensor)]
     elif isinstance(thing, PackedWeight):

@@ -86,7 +86,7 @@ class NativeHead(HeadLinear):
 
     __slots__ = ("linear",)
 
-    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+    def __init__(self, weight: Weight | PackedWeight) -> None:
         linear = NativeLinear(weight)
         self.linear = None if linear.address is None else linear
         if self.linear is None:
@@ -104,8 +104,12 @@ class NativeHead(HeadLinear):
 class NativeEmbedding(Embedding):
     """Rows of a matrix in 12 bits a weight, which the head may multiply too."""
 
-    def __init__(self, weight: PackedWeight, first_row: int, reduce: Collective | None) -> None:
+    def __init__(
+        self, weight: Weight | PackedWeight, first_row: int, reduce: Collective | None, dtype: torch.dtype
+    ) -> None:
+        del dtype
         super().__init__(weight, first_row, reduce)
+        assert isinstance(weight, PackedWeight), "other forms are Triton's"
         self._weight = weight
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -197,7 +201,7 @@ NATIVE = replace(
     lossless=Lossless(
         packer=LosslessPacker,
         embedding=NativeEmbedding,
-        find_obstacle=native.find_lossless_obstacle,
+        find_obstacle=lambda dtype: native.find_lossless_obstacle(),
         ratios=CPU_RATIOS,
     ),
 )
