@@ -187,3 +187,20 @@ def test_the_kernels_answer_alike_in_the_interpreter(family: str) -> None:
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert child.returncode == 0, child.stdout + child.stderr
     assert "1 passed" in child.stdout
+
+
+@pytest.mark.skipif(INTERPRETS, reason="the same with twins")
+def test_products_of_many_rows_answer_alike(
+    save_random_model: Any, paged_sequences: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices are widened for them, ahead of each other."""
+    from tandem_worker.model.backends.triton import layers
+
+    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    save("qwen3_moe", save_random_model, tmp_path)
+    widened: list[int] = []
+    take = layers.WidenAhead.take
+    monkeypatch.setattr(layers.WidenAhead, "take", lambda self, *given: widened.append(given[0]) or take(self, *given))
+    packed = load(tmp_path, "Lossless")
+    assert_same(answers(packed, paged_sequences), answers(load(tmp_path, "Plain"), paged_sequences))
+    assert len(set(widened)) == 6  # of two layers: qkv and o twice, gate_up and down of the one without experts

@@ -103,6 +103,8 @@ def _load(
             prepared=prepared,
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
+    if lossless is not None and lossless.connect is not None:
+        lossless.connect(model)
     _log_backend(parts.name, chosen)
     if choice.form == "lossless":
         kept = loader.lossless

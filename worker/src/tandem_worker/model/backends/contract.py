@@ -48,6 +48,8 @@ class Lossless:
     """Makes matrices from what the checkpoint stores, in host memory."""
     shrink: Callable[[torch.Tensor], Weight | None] | None = None
     """Makes one of a plain matrix `[N, K]`, or of experts `[E, N, K]`, where that is; None for one that stays plain."""
+    connect: Callable[[object], None] | None = None
+    """Shows a whole model's matrices to each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ weights widened beforehand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,7 @@ from tandem_worker import kernels
 from tandem_worker.kernels.quantized import SplitByteWeight, Weight, WeightStack
 from tandem_worker.model.backends.contract import Backend, BackendName, Lossless
 from tandem_worker.model.backends.form import GPU_RATIOS
+from tandem_worker.model.backends.triton.ahead import InOrder, SideStream, WidenAhead
 from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
@@ -28,6 +30,7 @@ from tandem_worker.model.layers.pre_norm import PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
+from tandem_worker.model.weighing import walk
 from tandem_worker.parallel.collectives import Collective
 
 MAX_FEW_ROWS = 64
@@ -37,7 +40,7 @@ MAX_FEW_ROWS = 64
 class TritonLinear(Linear):
     """A product with a weight in any form of `kernels.quantized`."""
 
-    __slots__ = ("form",)
+    __slots__ = ("form", "widened")
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -45,18 +48,23 @@ class TritonLinear(Linear):
         self.bias = None if reduce is not None and reduce.rank else bias
         self.packed = False
         self.form = weight
+        self.widened: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Gives the matrix in full, in the type of an x, where it is one of several that are widened ahead."""
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias)
-        return functional.linear(x, kernels.widen(x, self.form), self.bias)
+        return functional.linear(x, self._wide(x), self.bias)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias, residual=residual)
         if self.bias is not None:
             residual = residual + self.bias
-        return torch.addmm(residual, x, kernels.widen(x, self.form).t())
+        return torch.addmm(residual, x, self._wide(x).t())
+
+    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.widen(x, self.form) if self.widened is None else self.widened(x)
 
 
 class TritonHead(HeadLinear):
@@ -278,6 +286,18 @@ def find_lossless_obstacle(dtype: torch.dtype) -> str | None:
     return None
 
 
+def connect(model: object) -> None:
+    """Lets a model's matrices of 12 bits be widened ahead of each other where products have many rows."""
+    linears = [part for part in walk(model) if isinstance(part, TritonLinear)]
+    split = [(linear, linear.form) for linear in linears if isinstance(linear.form, SplitByteWeight)]
+    if split:
+        device = split[0][1].low.device
+        lane = SideStream(device) if device.type == "cuda" else InOrder()
+        ahead = WidenAhead([form for _, form in split], lane)
+        for number, (linear, _) in enumerate(split):
+            linear.widened = partial(ahead.take, number)
+
+
 TRITON = Backend(
     name=BackendName.TRITON,
     keeps_packed=True,
@@ -294,6 +314,10 @@ TRITON = Backend(
     find_inexact=lambda layers: "several rows of a sequence are attended by another kernel than one",
     layer=TritonLayer,
     lossless=Lossless(
-        embedding=TritonEmbedding, find_obstacle=find_lossless_obstacle, ratios=GPU_RATIOS, shrink=SplitByteWeight.pack
+        embedding=TritonEmbedding,
+        find_obstacle=find_lossless_obstacle,
+        ratios=GPU_RATIOS,
+        shrink=SplitByteWeight.pack,
+        connect=connect,
     ),
 )
