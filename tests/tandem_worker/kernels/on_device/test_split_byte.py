@@ -114,6 +114,19 @@ def test_experts(randn, assert_matches, monkeypatch, powers, generator, device, 
     assert_matches(kernels.fused_moe(x, pack(gate_up), pack(down), weights, ids), expected)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_tile_over_the_edge_takes_no_escapes_of_rows_far_below(
+    randn, assert_matches, monkeypatch, powers, device, kind
+):
+    """Of 320 gate rows a tile of 128 has 64 behind the last: what it names instead must not lengthen its list."""
+    tile = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+    monkeypatch.setattr(moe, "_tile_shape", lambda *args, **options: tile)
+    gate_up, down, x = powers(1, 2 * 320, 64) / 64, powers(1, 64, 320) / 64, randn(2, 64, dtype=kind)
+    ids, weights = torch.zeros(2, 1, dtype=torch.int32, device=device), torch.ones(2, 1, device=device)
+    expected = reference.fused_moe_reference(x.double(), gate_up, down, weights, ids)
+    assert_matches(kernels.fused_moe(x, pack(gate_up), pack(down), weights, ids), expected)
+
+
 def test_what_cannot_be_multiplied_is_refused(strange, randn):
     packed = pack(strange(64))
     with pytest.raises(TypeError, match="float16 does not hold"):
