@@ -66,8 +66,8 @@ def split_byte(*shape: int) -> SplitByteWeight:
     return SplitByteWeight(low=zeros(*half, dtype=torch.int16), codes=zeros(*half, dtype=torch.uint8), beside=beside)
 
 
-SLOW = ("fused_moe", "gate_up_silu", "small_batch_linear fp8", "small_batch_linear mxfp4")
-"""Compilations of several seconds each."""
+SLOW = ("fused_moe", "gate_up_silu", "small_batch_linear fp8", "small_batch_linear mxfp4", "small_batch_linear 12")
+"""Compilations of several seconds each, and one that the count of instructions repeats."""
 ROWS = torch.zeros(4)
 COUNTS = torch.zeros(4, 151936, dtype=torch.int32)
 LOGITS = torch.zeros(4, 151936)

@@ -25,7 +25,7 @@ from tandem_worker.model.lossless.packing import pack
 from tandem_worker.model.weighing import count_matrices, count_weight_bytes
 from tandem_worker.parallel.context import ParallelContext
 
-from tests.tandem_worker.model.backends.test_backends import CONFIGS, steps, three_sequences
+from tests.tandem_worker.model.backends.test_backends import CONFIGS, quantize, steps, three_sequences
 from tests.tandem_worker.model.layers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -121,6 +121,16 @@ def test_each_stage_keeps_its_own_matrices(family: str, save_random_model: Any, 
     tied = 1 if family == "llama" else 0  # both ends hold the table
     assert sum(count.count for count in counts) == whole.count + tied
     assert tied or sum(count.num_bytes for count in counts) == whole.num_bytes
+
+
+@pytest.mark.skipif(INTERPRETS, reason="the same with twins")
+def test_quantized_matrices_stay_as_they_are(save_random_model: Any, paged_sequences: Any, tmp_path: Path) -> None:
+    save("qwen3_moe", save_random_model, tmp_path)
+    quantize(tmp_path, "compressed-tensors")
+    plain, packed = load(tmp_path, "Plain"), load(tmp_path, "Lossless")
+    forms = {form: kept.count for form, kept in count_matrices(packed).items()}
+    assert forms == {"int4": count_matrices(plain)["int4"].count, "lossless": 2}  # the table and the output matrix
+    assert_same(answers(packed, paged_sequences), answers(plain, paged_sequences))
 
 
 @pytest.mark.skipif(INTERPRETS, reason="the same with twins")
