@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from tandem_api.launch import WeightsForm
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.errors import RequestError
@@ -101,7 +102,8 @@ class Collector:
 class Session:
     """The model and its engine, made when an item first needs them."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, weights: WeightsForm = "Plain") -> None:
+        self._form: WeightsForm = weights
         self.device = torch.device(setting.place)
         self.load = DRY if setting.tiny else REAL
         self.ceiling = Ceiling(setting)
@@ -113,7 +115,7 @@ class Session:
     @cached_property
     def model(self) -> CausalLM:
         torch.manual_seed(1)
-        return build_random_model(self.load.raw, self.device)
+        return build_random_model(self.load.raw, self.device, weights=self._form)
 
     @cached_property
     def engine(self) -> EngineCore:

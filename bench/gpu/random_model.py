@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from tandem_api.launch import WeightsForm
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend
@@ -81,15 +82,25 @@ def plan_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def build_random_model(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+def build_random_model(
+    raw: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    weights: WeightsForm = "Plain",
+) -> CausalLM:
     """On Triton's kernels, which on a CPU are their twins."""
     config = _parse(raw)
     source = RandomSource(config, device, dtype)
     parts = find_backend(BackendName.TRITON)
     with torch.inference_mode():
-        loader = WeightLoader(source, dtype=dtype, device=device, keeps_packed=parts.keeps_packed)
-        build = Build(loader=loader, backend=parts, context=SINGLE)
-        return find_family(config.architecture).load(config, build)
+        lossless = parts.lossless if weights == "Lossless" else None
+        shrink = None if lossless is None else lossless.shrink
+        loader = WeightLoader(source, dtype=dtype, device=device, keeps_packed=parts.keeps_packed, shrink=shrink)
+        model = find_family(config.architecture).load(config, Build(loader=loader, backend=parts, context=SINGLE))
+        if lossless is not None and lossless.connect is not None:
+            lossless.connect(model)
+        return model
 
 
 def count_step_weights(raw: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ GPU_TESTS = (
     "tests/tandem_worker/model/backends/test_backends.py",
     "tests/tandem_worker/kernels/on_device/test_paged_attention.py",
     "tests/tandem_worker/kernels/on_device/test_linear.py",
+    "tests/tandem_worker/kernels/on_device/test_split_byte.py",
     "tests/tandem_worker/kernels/on_device/test_mla.py",
     "tests/tandem_worker/engine/execute/test_cuda_graphs.py",
     "tests/tandem_worker/kernels/on_device/test_sampling.py",
@@ -20,8 +21,9 @@ GPU_TESTS = (
 )
 """Every file with tests that need a GPU, those first whose kernels take longest to compile."""
 CHECKS = (
-    "experts int4", "experts mxfp4", "experts fp8", "experts bf16", "products int4", "products mxfp4", "products fp8",
-    "products bf16", "prefill", "decode", "sampling", "elementwise",
+    "experts int4", "experts mxfp4", "experts lossless", "experts fp8", "experts bf16", "products int4",
+    "products mxfp4", "products lossless", "products fp8", "products bf16", "prefill", "decode", "sampling",
+    "elementwise",
 )  # fmt: skip
 """Themes whose cases are checked side by side: most of the time Triton compiles, on a core of its own for each."""
 
@@ -54,6 +56,15 @@ STAGES = {
             phases=(
                 Phase(lanes=("engine:engine_items",), seconds=390),
                 Phase(lanes=("engine:baseline_items",), seconds=90),
+            ),
+        ),
+        Stage(
+            name="lossless",
+            what="weights of 12 bits against plain ones: products, then an 8B model",
+            seconds=475,
+            phases=(
+                Phase(lanes=("lossless:product_items",), seconds=240),
+                Phase(lanes=("lossless:model_items",), seconds=235),
             ),
         ),
         Stage(

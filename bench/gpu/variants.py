@@ -28,6 +28,7 @@ SPLITS = {"small_batch_linear bf16 M=1": (1, 2, 3, 4), "mla_decode_attention H=1
 LAUNCHES: tuple[tuple[str, str, str], ...] = (
     ("products", "small_batch_linear bf16 M=1", "_small_batch_linear_kernel"),
     ("products", "gate_up_silu bf16 M=1", "_gate_up_silu_kernel"),
+    ("products", "small_batch_linear lossless M=1", "_small_batch_linear_kernel"),
     ("decode", "paged_decode_attention Qwen3-8B B=32", "_paged_decode_attention_kernel"),
     ("products", "small_batch_linear int4 M=1", "_small_batch_linear_kernel"),
     ("experts", "fused_moe bf16 T=32", "_expert_kernel"),

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import torch
 from tandem_worker import kernels
 from tandem_worker.kernels import reference
-from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
+from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, SplitByteWeight, Weight
+from tandem_worker.kernels.split_byte import BLOCK, HEAD, num_blocks
 
-from bench.kernels.case import Case, Place, Tensors, wide
+from bench.kernels.case import HALF, Case, Place, Tensors, wide
 
-BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 32, "mxfp4": 0.5 + 1 / 32}
+_WEIGHTS_PER_ESCAPE = 7000
+"""Of trained matrices."""
+BYTES_PER_WEIGHT = {
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int4": 0.5 + 2 / 32,
+    "mxfp4": 0.5 + 1 / 32,
+    "lossless": 1.5 + 8 / _WEIGHTS_PER_ESCAPE,
+}
 
 
 def random_weight(place: Place, form: str, *shape: int) -> Weight:
@@ -27,12 +37,37 @@ def random_weight(place: Place, form: str, *shape: int) -> Weight:
         case "int4":
             packed = place.integers(-(2**31), 2**31 - 1, (*lead, rows, columns // 8), torch.int32)
             return Int4Weight(packed=packed, scale=place.randn(*lead, rows, columns // 32) * 0.02)
+        case "lossless":
+            return _random_split_byte(place, lead, rows, columns)
     packed = place.integers(0, 256, (*lead, rows, columns // 2), torch.uint8)
     scale = place.integers(118, 122, (*lead, rows, columns // 32), torch.uint8)
     return Mxfp4Weight(packed=packed, scale=scale)
 
 
+def _random_split_byte(place: Place, lead: list[int], rows: int, columns: int) -> SplitByteWeight:
+    """Codes of magnitudes from 2**-23 to 2**-8, and in each block of rows as many escapes as training leaves."""
+    low = place.integers(-(1 << 15), 1 << 15, (*lead, rows, columns // 2), torch.int16)
+    codes = place.integers(0, 256, (*lead, rows, columns // 2), torch.uint8)
+    count, blocks, each = math.prod(lead), num_blocks(rows), max(1, BLOCK * columns // _WEIGHTS_PER_ESCAPE)
+    table = torch.tensor(range(0x34, 0x3C), dtype=torch.uint8).view(torch.int32).to(place.device)
+    numbers = torch.arange(count, device=place.device)[:, None] * blocks * 2 * each
+    # Where a matrix's own words end, those of the matrices behind it follow, then everybody's escapes.
+    ahead = (count - torch.arange(count, device=place.device))[:, None] * (blocks + HEAD)
+    starts = ahead + numbers + torch.arange(blocks + 1, device=place.device) * 2 * each
+    heads = torch.cat((table.expand(count, 2), starts.int()), 1)
+    step = columns // each
+    column = torch.arange(each, device=place.device) * step + place.integers(0, step, (count, blocks, each))
+    block = torch.arange(blocks, device=place.device)[:, None]
+    row = block * BLOCK + place.integers(0, BLOCK, (count, blocks, each)) % (rows - block * BLOCK)
+    words = ((row % 256).int() << 24) | column.int()
+    bits = place.integers(0x2800, 0x3300, (count, blocks, each), torch.int32)
+    return SplitByteWeight(
+        low=low, codes=codes, beside=torch.cat((heads.flatten(), torch.stack((words, bits), -1).flatten()))
+    )
+
+
 def products(place: Place) -> Iterator[Case]:
+    yield from tables(place)
     narrow, deep = place.sizes.products
     for form, per_weight in BYTES_PER_WEIGHT.items():
         if form != "bf16":
@@ -57,6 +92,18 @@ def products(place: Place) -> Iterator[Case]:
                 run=kernels.gate_up_silu,
                 expect=lambda x, weight: (reference.gate_up_silu_reference(x.double(), weight),),
             )  # fmt: skip
+
+
+def tables(place: Place) -> Iterator[Case]:
+    """Rows of an embedding table."""
+    rows, columns, vocabulary = 64, place.sizes.hidden, place.sizes.vocabulary
+    yield Case(
+        name=f"look_up lossless T={rows} V={vocabulary}", bytes=rows * columns * (2 + BYTES_PER_WEIGHT["lossless"]),
+        make=lambda: (place.integers(0, vocabulary, (rows,)), random_weight(place, "lossless", vocabulary, columns)),
+        run=lambda ids, weight: kernels.look_up(ids, weight, HALF),
+        expect=lambda ids, weight: (reference.look_up_reference(ids, weight, HALF),),
+        limit=0.0,
+    )  # fmt: skip
 
 
 def experts(place: Place) -> Iterator[Case]:
@@ -109,6 +156,10 @@ def _one_expert_after_another(
 def _expert(weight: Weight, expert: int) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight[expert : expert + 1]
+    one = slice(expert, expert + 1)
+    if isinstance(weight, SplitByteWeight):
+        words = weight.beside[expert * (num_blocks(weight.shape[-2]) + HEAD) :]
+        return SplitByteWeight(low=weight.low[one], codes=weight.codes[one], beside=words)
     values = {entry.name: getattr(weight, entry.name) for entry in fields(weight)}
     parts = {name: value[expert : expert + 1] for name, value in values.items() if isinstance(value, torch.Tensor)}
     return replace(weight, **parts)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,13 @@ class Compiled:
     registers: int
     stack: int
     """Bytes of local memory per thread: spilled registers and arrays with run-time indices."""
+    options: dict[str, Any]
+    """Tile shapes and the like, as launched."""
+    cubin: bytes
+
+    def loops(self) -> list[Counter[str]]:
+        """How often each instruction is in the loops that have no other within, in their order."""
+        return find_loops(_run_tool("nvdisasm", "-c", cubin=self.cubin))
 
 
 def compile_for_hopper(kernel: JITFunction, args: tuple, options: dict) -> Compiled:
@@ -57,22 +67,44 @@ def compile_for_hopper(kernel: JITFunction, args: tuple, options: dict) -> Compi
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
     registers, stack = _resources(binary.asm["cubin"])
     return Compiled(
-        name=kernel.__name__, ptx=binary.asm["ptx"], shared=binary.metadata.shared, registers=registers, stack=stack
-    )
+        name=kernel.__name__, ptx=binary.asm["ptx"], shared=binary.metadata.shared, registers=registers, stack=stack,
+        options=options, cubin=binary.asm["cubin"],
+    )  # fmt: skip
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes per thread, read from the machine code."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = Path(f"/tmp/tandem-kernel-{id(cubin)}.cubin")
-    path.write_bytes(cubin)
-    try:
-        report = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    finally:
-        path.unlink()
+    report = _run_tool("cuobjdump", "-res-usage", cubin=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found, report
     return int(found[1]), int(found[2])
+
+
+def _run_tool(name: str, option: str, *, cubin: bytes) -> str:
+    """What one of the assembler's tools, which Triton brings, says about machine code."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_BRANCH = re.compile(r"\bBRA\b.*\((\.L_x_\d+)\)")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)")
+
+
+def find_loops(code: str) -> list[Counter[str]]:
+    """Instructions of the innermost loops in `nvdisasm`'s text: from a label to a branch back to it."""
+    lines, labels, spans = code.splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label[1]] = number
+        branch = _BRANCH.search(line)
+        if branch and branch[1] in labels:
+            spans.append((labels[branch[1]], number))
+    inner = [span for span in spans if not any(span[0] <= a and b <= span[1] and (a, b) != span for a, b in spans)]
+    return [Counter(found[1] for line in lines[a : b + 1] if (found := _INSTRUCTION.match(line))) for a, b in inner]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 import pytest
 import torch
 from tandem_worker import kernels
-from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight
+from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, SplitByteWeight
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -56,9 +56,18 @@ FORMS: dict[str, Callable[[], object]] = {
     "mxfp4": lambda: Mxfp4Weight(
         packed=zeros(4096, 2048, dtype=torch.uint8), scale=zeros(4096, 128, dtype=torch.uint8)
     ),
+    "12 bits": lambda: split_byte(4096, 4096),
 }
-SLOW = ("fused_moe", "gate_up_silu", "small_batch_linear fp8", "small_batch_linear mxfp4")
-"""Compilations of several seconds each."""
+
+
+def split_byte(*shape: int) -> SplitByteWeight:
+    half = (*shape[:-1], shape[-1] // 2)
+    beside = zeros(shape[0] * shape[-2], dtype=torch.int32)
+    return SplitByteWeight(low=zeros(*half, dtype=torch.int16), codes=zeros(*half, dtype=torch.uint8), beside=beside)
+
+
+SLOW = ("fused_moe", "gate_up_silu", "small_batch_linear fp8", "small_batch_linear mxfp4", "small_batch_linear 12")
+"""Compilations of several seconds each, and one that the count of instructions repeats."""
 ROWS = torch.zeros(4)
 COUNTS = torch.zeros(4, 151936, dtype=torch.int32)
 LOGITS = torch.zeros(4, 151936)
@@ -76,6 +85,7 @@ SIMPLE: dict[str, Callable[[], object]] = {
         for form, make in FORMS.items()
         if form != "bf16"
     },
+    "look_up": lambda: kernels.look_up(POSITIONS, split_byte(4096, 4096), HALF),
     "rms_norm": lambda: kernels.rms_norm(zeros(4, 4096), zeros(4096), 1e-5),
     "rms_norm per head": lambda: kernels.rms_norm(zeros(4, 32, 128), zeros(128), 1e-5),
     "residual_rms_norm": lambda: kernels.residual_rms_norm(zeros(4, 4096), zeros(4, 4096), zeros(4096), 1e-5),
@@ -161,6 +171,8 @@ def fused_moe(form: str, num_tokens: int) -> None:
                 packed = zeros(8, rows, columns // 8, dtype=torch.int32)
                 zero = zeros(8, rows, columns // 128, dtype=torch.uint8)
                 return Int4Weight(packed=packed, scale=zeros(8, rows, columns // 128), zero=zero)
+            case "12 bits":
+                return split_byte(8, rows, columns)
         packed = zeros(8, rows, columns // 2, dtype=torch.uint8)
         return Mxfp4Weight(packed=packed, scale=zeros(8, rows, columns // 32, dtype=torch.uint8))
 
@@ -198,6 +210,25 @@ def test_matrix_kernels(compiled_launches, name):
     assert any(instruction in kernel.ptx for kernel in compiled)
 
 
+MAX_PER_WEIGHT = 4.2
+"""Instructions of a thread for each weight: a warp's issue slots then allow 2.4 times what an H200 copies."""
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most"), [(8, MAX_PER_WEIGHT), *(pytest.param(rows, 5.2, marks=pytest.mark.full) for rows in (32, 64))]
+)
+def test_12_bits_are_decoded_in_few_instructions(compiled_launches, num_rows, most):
+    """Of more rows the matrix instructions and their operands take more, as they do of plain weights."""
+    (kernel, *_) = compiled_launches(lambda: kernels.small_batch_linear(zeros(num_rows, 4096), split_byte(6144, 4096)))
+    assert kernel.stack == 0, f"{kernel.stack} bytes of registers are spilled"
+    loop = max(kernel.loops(), key=lambda found: found["PRMT"])
+    weights = kernel.options["BLOCK_N"] * kernel.options["BLOCK_K"] / (32 * kernel.options["num_warps"])
+    print(f"{loop.total() / weights:.2f} instructions per weight: {loop}")
+    # Three for the codes, two tables, three for the signs, four to join: of eight weights.
+    assert loop["PRMT"] == 6 * weights / 8
+    assert weights < loop.total() <= most * weights
+
+
 def test_scales_of_wide_groups_are_loaded_once(compiled_launches):
     """And not once for each weight: 64 loads per thread and tile."""
     (kernel, *_) = compiled_launches(MATRIX["small_batch_linear int4 of wide groups"][0])
@@ -228,7 +259,12 @@ def test_the_size_of_a_batch_does_not_ask_for_another_kernel() -> None:
     """Triton would compile one for 1, one for multiples of 16 and one for others, each while a stream waits."""
     found = launched_kernels()
     assert len(found) > 25
-    static = ("_widen_kernel", "_rope_kernel", "_fused_qkv_kernel")  # of a weight; of the table of angles
+    static = (
+        "_widen_kernel",
+        "_look_up_kernel",
+        "_rope_kernel",
+        "_fused_qkv_kernel",
+    )  # of a weight; of the table of angles
     specialized = [
         f"{kernel.__name__}({parameter.name})"
         for kernel in found

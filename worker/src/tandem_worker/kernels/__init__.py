@@ -26,6 +26,7 @@ mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv 
                       kv_start, scale=)                    k_rope [C, R]
 small_batch_linear(x, weight, bias, residual=)             x [M, K], weight [N, K] in any form           [M, N]
 widen(like, weight)                                        weight [N, K] in any form                     [N, K]
+look_up(ids, weight, dtype)                                ids [T], weight [N, K] in 12 bits             [T, K]
 gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
 apply_penalties(logits, prompt_seen, output_counts,        [B, V], penalties [B]                         in place
                 presence, frequency, repetition)
@@ -59,7 +60,7 @@ from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 from .routing import moe_route
 from .sampling import draw_uniform, sample_tokens, token_logprobs
-from .widen import widen
+from .widen import look_up, widen
 
 __all__ = [
     "apply_bitmask",
@@ -72,6 +73,7 @@ __all__ = [
     "kv_write",
     "latent_gather",
     "latent_write",
+    "look_up",
     "mla_decode_attention",
     "mla_prefill_attention",
     "moe_route",

@@ -28,8 +28,9 @@ from .checks import (
     result_like,
 )
 from .dispatch import FUSED_MATH, with_twin
-from .quantized import Weight
+from .quantized import SplitByteWeight, Weight
 from .reference.moe import fused_moe_reference
+from .split_tiles import beside_stride
 from .weight_tiles import check_weight, product, weight_arguments
 
 _MAX_UNSORTED_PAIRS = 256  # beyond, gathering an expert's pairs in every program costs more than a map
@@ -51,13 +52,13 @@ def _expert_rows(
     expert = expert.to(tl.int64)
     w_ptr += expert * stride_w_expert
     scale_ptr += expert * stride_scale_expert
-    zero_ptr += expert * stride_scale_expert
     if GATED:
         x_offsets = (rows // top_k) * stride_x
         num_rows = 2 * width
     else:
         x_offsets = rows * stride_x
         num_rows = width
+    zero_ptr += expert * (beside_stride(num_rows) if FORMAT >= 4 else stride_scale_expert)
     y = product(
         x_ptr, x_offsets, valid, w_ptr, scale_ptr, zero_ptr, tl.where(inside, outputs, num_rows), num_rows, 0,
         num_columns, num_columns, stride_w, stride_scale,
@@ -142,14 +143,15 @@ def _sum_experts_kernel(
     tl.store(out_ptr + token * stride_out + columns, total.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
-def _tile_shape(mapped: bool, rows_per_expert: int, element_size: int) -> dict[str, int]:
+def _tile_shape(mapped: bool, rows_per_expert: int, element_size: int, *, decoded: bool) -> dict[str, int]:
     if element_size > 2:  # float32 serves tests
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     if not mapped or rows_per_expert <= 16:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3}
     if rows_per_expert <= 64:
         return {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+    # Four warps would not have the registers for the sums and for weights that come in pairs of halves.
+    return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8 if decoded else 4, "num_stages": 3}
 
 
 def _check_experts(
@@ -214,7 +216,8 @@ def fused_moe(
     if num_pairs == 0:
         return out.zero_() if residual is None else out.copy_(residual)
     mapped = num_pairs > _MAX_UNSORTED_PAIRS
-    tile = _tile_shape(mapped, num_pairs // num_experts, x.element_size())
+    decoded = isinstance(gate_up, SplitByteWeight) or isinstance(down, SplitByteWeight)
+    tile = _tile_shape(mapped, num_pairs // num_experts, x.element_size(), decoded=decoded)
     block_map = build_block_map(topk_ids, num_experts, tile["BLOCK_M"], first_expert) if mapped else None
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, x.shape[1]), dtype=torch.float32, device=x.device)

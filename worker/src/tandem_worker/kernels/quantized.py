@@ -1,4 +1,4 @@
-"""Weights in the quantized forms that the kernels read, and their exact values in plain torch.
+"""Weights in the forms that the kernels read other than plain, and their exact values in plain torch.
 
 All forms are row-major `[..., N, K]` (output features, input features), with one leading axis for experts where there
 are several. Loaders bring checkpoint layouts into these forms once; kernels widen tiles in registers.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+
+from . import split_byte
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the four-bit float of the OCP Microscaling Formats specification 1.0; bit 3 is the sign."""
@@ -92,7 +94,39 @@ class Mxfp4Weight:
         return (table[nibbles] * _spread(factor, -1, 32, self.shape[-1])).to(dtype)
 
 
-Weight = torch.Tensor | Fp8Weight | Int4Weight | Mxfp4Weight
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitByteWeight:
+    """bfloat16 in 12 bits a weight, every bit kept; `split_byte` has the layout."""
+
+    low: torch.Tensor
+    """`[..., N, K / 2]` int16: the low bytes of two weights."""
+    codes: torch.Tensor
+    """`[..., N, K / 2]` uint8: what their high bytes are."""
+    beside: torch.Tensor
+    """`[words]` int32: what codes stand for, and the weights that have none."""
+
+    @classmethod
+    def pack(cls, values: torch.Tensor) -> SplitByteWeight | None:
+        """A plain weight `[N, K]` or `[E, N, K]`; None where `split_byte.encode` says that it stays one."""
+        parts = split_byte.encode(values)
+        return None if parts is None else cls(low=parts[0], codes=parts[1], beside=parts[2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]` of the weight that it stands for."""
+        return (*self.low.shape[:-1], self.low.shape[-1] * 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return self.low.nbytes + self.codes.nbytes + self.beside.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`[..., N, K]` in `dtype`, which holds every value unless it is float16."""
+        return split_byte.decode((self.low, self.codes, self.beside)).to(dtype)
+
+
+Weight = torch.Tensor | Fp8Weight | Int4Weight | Mxfp4Weight | SplitByteWeight
 
 
 class WeightStack:

@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, require_contiguous, require_dtype, require_same_device, require_shape
-from .quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
+from .dispatch import interpreting
+from .quantized import Fp8Weight, Int4Weight, Mxfp4Weight, SplitByteWeight, Weight
+from .split_byte import HEAD, UNIT, num_blocks
+from .split_tiles import pair_product
 
-PLAIN, FP8, INT4, MXFP4 = range(4)
+PLAIN, FP8, INT4, MXFP4, SPLIT_BYTE, SPLIT_BYTE_PLAIN = range(6)
+"""The last is decoded without assembly, for the interpreter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class WeightArguments:
     """A weight as kernels take it: pointers and strides, then the constants that select the form."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """data, scale, zero; data stands in where the form has none."""
+    """data, scale, zero; data stands in where the form has none. Of 12 bits: low, codes, beside."""
     strides: tuple[int, int, int, int]
     """Strides of data (expert, row), then of scale and zero (expert, row)."""
     constants: dict[str, int | bool]
@@ -59,6 +63,8 @@ def check_weight(name: str, weight: Weight, dtype: torch.dtype, device: torch.de
             require_dtype(f"{name}.zero", weight.zero, torch.uint8)
             require_shape(f"{name}.zero", weight.zero, tuple(weight.scale.shape))
             parts["zero"] = weight.zero
+    elif isinstance(weight, SplitByteWeight):
+        parts |= _check_split_byte(name, weight, dtype)
     else:
         require_dtype(f"{name}.packed", weight.packed, torch.uint8)
         require_dtype(f"{name}.scale", weight.scale, torch.uint8)
@@ -69,6 +75,22 @@ def check_weight(name: str, weight: Weight, dtype: torch.dtype, device: torch.de
         if tensor.device != device:
             require_same_device(torch.empty(0, device=device), **{f"{name}.{part}": tensor})
     return tuple(shape)
+
+
+def _check_split_byte(name: str, weight: SplitByteWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if dtype == torch.float16:
+        raise TypeError(f"{name} is bfloat16, whose values float16 does not hold: multiply it with another type")
+    require_dtype(f"{name}.low", weight.low, torch.int16)
+    require_dtype(f"{name}.codes", weight.codes, torch.uint8)
+    require_dtype(f"{name}.beside", weight.beside, torch.int32)
+    require_shape(f"{name}.codes", weight.codes, tuple(weight.low.shape))
+    *lead, rows, columns = weight.shape
+    least = (lead[0] if lead else 1) * (num_blocks(rows) + HEAD)
+    if columns % UNIT or weight.beside.dim() != 1 or weight.beside.numel() < least:
+        raise ValueError(
+            f"{name} must have columns in units of {UNIT} and {least} words beside, got {list(weight.shape)}"
+        )
+    return {"low": weight.low, "codes": weight.codes, "beside": weight.beside}
 
 
 def _require_group(name: str, group: int) -> None:
@@ -88,6 +110,10 @@ def weight_arguments(weight: Weight) -> WeightArguments:
         data, scale = weight.packed, weight.scale
         zero = weight.scale if weight.zero is None else weight.zero
         constants = {"FORMAT": INT4, "GROUP_N": 1, "GROUP_K": weight.group, "HAS_ZERO": weight.zero is not None}
+    elif isinstance(weight, SplitByteWeight):
+        data, scale, zero = weight.low, weight.codes, weight.beside
+        form = SPLIT_BYTE_PLAIN if interpreting() else SPLIT_BYTE
+        constants = {"FORMAT": form, "GROUP_N": 1, "GROUP_K": 1, "HAS_ZERO": False}
     else:
         assert isinstance(weight, Mxfp4Weight)
         data, scale, zero = weight.packed, weight.scale, weight.scale
@@ -174,13 +200,13 @@ def weight_tile(
 
 
 @triton.jit
-def product(
+def _tile_product(
     x_ptr, x_offsets, x_valid, w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_begin, k_end, num_columns,
     stride_row, stride_scale_row,
     FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge.
+    """As `product`, of forms whose tiles hold every weight.
 
     Scales of 4-bit forms are too narrow for Triton's pipeline: the next tile's are asked for by hand before this one is
     used. Those of FP8 are float32, which the pipeline brings by itself.
@@ -207,3 +233,23 @@ def product(
         accumulated = tl.dot(x, tl.trans(w), accumulated, input_precision="ieee")
         scale, zero = next_scale, next_zero
     return accumulated
+
+
+@triton.jit
+def product(
+    x_ptr, x_offsets, x_valid, w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_begin, k_end, num_columns,
+    stride_row, stride_scale_row,
+    FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge."""
+    if FORMAT >= 4:
+        return pair_product(
+            x_ptr, x_offsets, x_valid, w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_begin, k_end, num_columns,
+            stride_row, FORMAT == 4, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:  # noqa: RET505 - Triton compiles both branches of a constexpr condition only in this form
+        return _tile_product(
+            x_ptr, x_offsets, x_valid, w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_begin, k_end, num_columns,
+            stride_row, stride_scale_row, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip

@@ -22,7 +22,6 @@ from tandem_worker.model.checkpoint.gguf import GGUFSource, gguf_metadata, open_
 from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.checkpoint.quantized import dequantize_source
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
-from tandem_worker.model.checkpoint.stored import Packer
 from tandem_worker.model.config import CONFIG_FILE, ModelConfig, parse_config, read_architecture, read_raw_config
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.coverage import EMBEDDING, check_coverage, settle_output_matrix
@@ -87,7 +86,9 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    packer, choice = choose_packer(parts, weights, rows)
+    choice = choose_weights(parts, chosen, weights, rows)
+    lossless = parts.lossless if choice.form == "lossless" else None
+    make_packer = parts.packer if lossless is None else lossless.packer
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
@@ -97,10 +98,13 @@ def _load(
             device=device,
             keeps_packed=parts.keeps_packed,
             prefix=prefix,
-            packer=packer,
+            packer=None if make_packer is None else make_packer(),
+            shrink=None if lossless is None else lossless.shrink,
             prepared=prepared,
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
+    if lossless is not None and lossless.connect is not None:
+        lossless.connect(model)
     _log_backend(parts.name, chosen)
     if choice.form == "lossless":
         kept = loader.lossless
@@ -116,19 +120,16 @@ def _load(
     return model
 
 
-def choose_packer(backend: Backend, weights: WeightsForm, rows: Rows = ANY_ROWS) -> tuple[Packer | None, Choice]:
-    """What makes a model's matrices for products of so many rows, and which form they get and why.
+def choose_weights(backend: Backend, dtype: torch.dtype, weights: WeightsForm, rows: Rows = ANY_ROWS) -> Choice:
+    """Which form a model's matrices get for products of so many rows, and why.
 
     Raises StartupError where `Lossless` is asked for and cannot be had.
     """
     lossless = backend.lossless
     if lossless is None:
-        choice = choose_form(weights, rows, "Only the CPU kernels multiply them so far, in bfloat16.", {})
-    else:
-        choice = choose_form(weights, rows, lossless.find_obstacle(), lossless.ratios)
-        if choice.form == "lossless":
-            return lossless.packer(), choice
-    return None if backend.packer is None else backend.packer(), choice
+        obstacle = "Only the kernels for GPUs and those for CPUs multiply them, and torch's operations are in use."
+        return choose_form(weights, rows, obstacle, {})
+    return choose_form(weights, rows, lossless.find_obstacle(dtype), lossless.ratios)
 
 
 def _log_backend(name: BackendName, dtype: torch.dtype) -> None:

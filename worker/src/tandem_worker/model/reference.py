@@ -31,7 +31,7 @@ read, or known to change nothing, or the model is refused:
 | `ConfigInvalid` | a value is missing, is not what its key needs, or contradicts another | repair `config.json`, or download it again |
 | `WeightsUnsupported` | `quantization_config` names a method or a setting by which weights cannot be read | choose a checkpoint that is quantized in another way |
 | `UnusedWeights` | the checkpoint holds tensors that the model is not computed with; the message names some | compare `config.json` with the published one (a flag such as `attention_bias` may be missing); else the model is a variant that is not supported |
-| `WeightsFormUnsupported` | `engine.weights: Lossless` where no kernel multiplies such weights | choose `Auto` or `Plain`, or a node whose CPU has AVX-512 VBMI ([kernels](kernels.md#weights-in-12-bits)) |
+| `WeightsFormUnsupported` | `engine.weights: Lossless` where no kernel multiplies such weights | choose `Auto` or `Plain`, or a node with an NVIDIA GPU or with a CPU that has AVX-512 VBMI ([kernels](kernels.md#weights-in-12-bits)) |
 | `WeightsIncomplete` | a tensor is missing | download the model again |
 
 Nothing turns these refusals off. They come before any weight is read, on every rank alike. To look at a checkpoint
@@ -61,7 +61,7 @@ A checkpoint of bfloat16 can be kept a quarter or a third smaller, and gives eve
 
 | Form | Bits a weight | What for |
 |---|---|---|
-| `fixed` | 12.0 to 12.1 | loading: matrices lie as [kernels of 12 bits](kernels.md#weights-in-12-bits) read them, fused and shared among ranks without being decoded |
+| `fixed` | 12.0 to 12.1 | loading on CPUs: matrices lie as [their kernels of 12 bits](kernels.md#weights-in-12-bits) read them, fused and shared among ranks without being decoded. For a GPU they are decoded and packed anew |
 | `archive` | 10.6 | downloading and keeping: sign and mantissa as they are, exponents by zstd |
 
 The target is a folder of safetensors files under the names of the source, with everything else of it beside and a list,

@@ -17,7 +17,7 @@ from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.moe import Experts
 
-_QUANTIZED = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4"}
+_FORMS = {"Fp8Weight": "fp8", "Int4Weight": "int4", "Mxfp4Weight": "mxfp4", "SplitByteWeight": "lossless"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def count_matrices(model: object) -> dict[str, Matrices]:
     layers share counts once."""
     found: dict[str, Matrices] = {}
     places: set[int] = set()
-    for thing in _walk(model):
+    for thing in walk(model):
         for form, tensors in _matrices_of(thing):
             observed = [_observe(tensor) for tensor in tensors]
             if observed[0][0] not in places:
@@ -45,7 +45,7 @@ def count_matrices(model: object) -> dict[str, Matrices]:
 
 def _matrices_of(thing: object) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Forms of the matrices that an object holds itself, and their tensors."""
-    kind = _QUANTIZED.get(type(thing).__name__)
+    kind = _FORMS.get(type(thing).__name__)
     if kind is not None:
         yield kind, [value for value in _parts(thing) if isinstance(value, torch.Tensor)]
     elif isinstance(thing, PackedWeight):
@@ -65,14 +65,14 @@ def _form_of(memory: torch.Tensor) -> str:
 def count_weight_bytes(model: object) -> int:
     """Bytes of all tensors that `model` holds, however deep; what several share counts once."""
     sizes: dict[int, int] = {}
-    for thing in _walk(model):
+    for thing in walk(model):
         if isinstance(thing, torch.Tensor):
             address, size = _observe(thing)
             sizes[address] = max(size, sizes.get(address, 0))
     return sum(sizes.values())
 
 
-def _walk(model: object) -> Iterator[object]:
+def walk(model: object) -> Iterator[object]:
     """Everything that the model is made of, once."""
     seen: set[int] = set()
     left = [model]

@@ -13,7 +13,7 @@ from .elementwise import (
     silu_mul_reference,
     swiglu_clamped_reference,
 )
-from .linear import gate_up_silu_reference, small_batch_linear_reference, widen_reference
+from .linear import gate_up_silu_reference, look_up_reference, small_batch_linear_reference, widen_reference
 from .mla import latent_gather_reference, mla_decode_attention_reference, mla_prefill_attention_reference
 from .moe import fused_moe_reference, moe_route_reference
 from .sampling import (
@@ -36,6 +36,7 @@ __all__ = [
     "kv_write_reference",
     "latent_gather_reference",
     "latent_write_reference",
+    "look_up_reference",
     "mla_decode_attention_reference",
     "mla_prefill_attention_reference",
     "moe_route_reference",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..quantized import Weight, dequantize
+from ..quantized import SplitByteWeight, Weight, dequantize
 from .elementwise import compute_dtype, silu_mul_reference, swiglu_clamped_reference
 
 
@@ -32,6 +32,11 @@ def widen_reference(like: torch.Tensor, weight: Weight, *, out: torch.Tensor | N
     """Twin of `widen`: the weight's values `[N, K]` in the dtype of `like`."""
     y = dequantize(weight, like.dtype)
     return y if out is None else out.copy_(y)
+
+
+def look_up_reference(ids: torch.Tensor, weight: SplitByteWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Twin of `look_up`: rows `ids` `[T]` of a weight `[N, K]`, `[T, K]`."""
+    return weight.dequantize(dtype)[ids.long()]
 
 
 def gate_up_silu_reference(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.checkpoint.loader import Part
-from tandem_worker.model.checkpoint.stored import PackedWeight, Slice
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.stored import PackedWeight
 
 
 def vocabulary_share(vocab_size: int, context: ParallelContext) -> Slice | None:
@@ -27,23 +33,21 @@ def load_embedding(build: Build, name: str, shape: tuple[int, int]) -> Embedding
     first_row, lossless = 0 if piece is None else piece.start, build.backend.lossless
     if lossless is not None and build.loader.is_lossless:
         weight = build.loader.matrix([Part(name=name, shape=shape, piece=piece)])
-        if isinstance(weight, PackedWeight):
-            return lossless.embedding(weight, first_row, build.context.tp)
-        assert isinstance(weight, torch.Tensor), "this backend multiplies no other form"
-        return Embedding(weight, first_row, build.context.tp)
+        if isinstance(weight, torch.Tensor):
+            return Embedding(weight, first_row, build.context.tp)
+        return lossless.embedding(weight, first_row, build.context.tp, build.loader.dtype)
     return Embedding(build.loader.load(name, shape, piece), first_row, build.context.tp)
 
 
-def load_lm_head(build: Build, shape: tuple[int, int], *, tied: torch.Tensor | PackedWeight | None) -> LMHead:
+def load_lm_head(build: Build, shape: tuple[int, int], *, tied: Weight | PackedWeight | None) -> LMHead:
     """The output projection: its own matrix, or the embedding's when tied."""
     rows = vocabulary_share(shape[0], build.context)
     packed = tied
     if tied is None and build.loader.is_lossless:
         packed = build.loader.matrix([Part(name="lm_head.weight", shape=shape, piece=rows)])
-    if isinstance(packed, PackedWeight):
+    if packed is not None and not isinstance(packed, torch.Tensor):
         return LMHead(build.backend.head(packed), shape[0], build.context.tp)
-    assert tied is None or isinstance(tied, torch.Tensor)
-    weight = tied if tied is not None else build.loader.load("lm_head.weight", shape, rows)
+    weight = packed if packed is not None else build.loader.load("lm_head.weight", shape, rows)
     if build.context.tp_size > 1:
         share = -(-shape[0] // build.context.tp_size)
         weight = functional.pad(weight, (0, 0, 0, share - weight.shape[0]))

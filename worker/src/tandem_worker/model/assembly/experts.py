@@ -44,9 +44,9 @@ def load_experts(
             one = f"{prefix}{expert}."
             gate_up = [Part(name=f"{one}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
             down = Part(name=f"{one}down_proj.weight", shape=shape[::-1], piece=columns)
-            yield ExpertWeights(gate_up=loader.matrix(gate_up), down=loader.matrix([down]))
+            yield ExpertWeights(gate_up=loader.matrix(gate_up, stacked=True), down=loader.matrix([down], stacked=True))
 
-    return build.backend.experts(read(), num_local=len(share), ep=context.ep)
+    return build.backend.experts(read(), num_local=len(share), ep=context.ep, shrink=loader.shrink)
 
 
 def load_stacked_experts(
@@ -83,7 +83,9 @@ def load_stacked_experts(
                 down_bias=None if down_bias is None else loader.place(down_bias),
             )
 
-    return build.backend.experts(read(), num_local=len(share), ep=context.ep, swiglu_limit=swiglu_limit)
+    return build.backend.experts(
+        read(), num_local=len(share), ep=context.ep, swiglu_limit=swiglu_limit, shrink=loader.shrink
+    )
 
 
 class _StackedReader:

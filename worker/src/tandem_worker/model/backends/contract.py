@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router
 from tandem_worker.parallel.collectives import Collective
 
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
+
 
 class BackendName(StrEnum):
     TORCH = "torch"
@@ -33,14 +37,19 @@ class BackendName(StrEnum):
 class Lossless:
     """How a backend keeps bfloat16 weights in 12 bits, bit for bit."""
 
-    packer: Callable[[], Packer]
-    embedding: Callable[[PackedWeight, int, Collective | None], Embedding]
-    """Makes the embedding from a rank's rows of the table, the number of the first of them, and what adds up the ranks'
-    results."""
-    find_obstacle: Callable[[], str | None]
-    """Why it cannot be done here, as a sentence; None when it can."""
+    embedding: Callable[[Weight | PackedWeight, int, Collective | None, torch.dtype], Embedding]
+    """Makes the embedding from a rank's rows of the table, the number of the first of them, what adds up the ranks'
+    results, and the model's element type."""
+    find_obstacle: Callable[[torch.dtype], str | None]
+    """Why it cannot be done here with that element type, as a sentence; None when it can."""
     ratios: Mapping[int, float]
     """How many times as fast as plain weights it was measured, by rows of a product; `Auto` chooses by it."""
+    packer: Callable[[], Packer] | None = None
+    """Makes matrices from what the checkpoint stores, in host memory."""
+    shrink: Callable[[torch.Tensor], Weight | None] | None = None
+    """Makes one of a plain matrix `[N, K]`, or of experts `[E, N, K]`, where that is; None for one that stays plain."""
+    connect: Callable[[object], None] | None = None
+    """Shows a whole model's matrices to each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ CPU_RATIOS: Mapping[int, float] = {}
 """How many times as fast 12 bits are as plain weights on a CPU, by rows of a product: the least over SmolLM2's matrices
 and an 8B layer's that `make bench-lossless` prints on idle cores. `docs/kernels.md` has the figures. Empty: nobody has
 measured, and `Auto` is `Plain`."""
+GPU_RATIOS: Mapping[int, float] = {}
+"""The same on a GPU, by `python -m bench.gpu shapes`. Empty: nobody has measured."""
 _NOT_SLOWER = 1.0
 _PROMPT = 32
 """Tokens of a prompt from which on a worker that only prefills is to be fast."""

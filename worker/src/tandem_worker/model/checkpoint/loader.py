@@ -77,11 +77,13 @@ class WeightLoader:
         prefix: str = "",
         packer: Packer | None = None,
         prepared: PreparedWeights | None = None,
+        shrink: Callable[[torch.Tensor], Weight | None] | None = None,
     ) -> None:
         """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply.
 
         `packer` makes matrices of bfloat16 on the CPU, where there are kernels for that; `prepared` has what it made at
-        an earlier start, or keeps it for the next.
+        an earlier start, or keeps it for the next. `shrink` makes a plain matrix on the device one of 12 bits a weight,
+        where it gets smaller by that.
         """
         self.source = source
         self.dtype = dtype
@@ -92,12 +94,13 @@ class WeightLoader:
         self._keeps_packed = keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
         self._packer = packer
+        self._shrink = shrink
         self._prepared = prepared if packer is not None else None
 
     @property
     def is_lossless(self) -> bool:
         """Whether matrices take 12 bits a weight where they can."""
-        return self._packer is not None and self._packer.lossless
+        return self._shrink is not None or (self._packer is not None and self._packer.lossless)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -129,8 +132,11 @@ class WeightLoader:
             start += rows
         return result
 
-    def matrix(self, parts: Sequence[Part]) -> Weight | PackedWeight:
-        """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow."""
+    def matrix(self, parts: Sequence[Part], *, stacked: bool = False) -> Weight | PackedWeight:
+        """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow.
+
+        `stacked`: others come on top of it, and `shrink` takes all of them.
+        """
         packer, stored = self._packer, self._stored(parts)
         if packer is not None and stored is not None:
             shape = _stacked_shape(parts)
@@ -143,13 +149,30 @@ class WeightLoader:
 
             packed = concatenate([self.packed(part) for part in parts])
             self.forms["plain" if packed is None else type(packed).__name__] += 1
-        return self.stack(parts) if packed is None else self.move(packed)
+        if packed is not None:
+            return self.move(packed)
+        plain = self.stack(parts)
+        return plain if stacked else self.shrink(plain)
 
-    def lay_out(self, name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+    def shrink(self, weight: torch.Tensor) -> Weight:
+        """A plain matrix `[N, K]`, or experts `[E, N, K]`, in 12 bits a weight where the backend multiplies such ones
+        on the device; else as it is."""
+        made = None if self._shrink is None else self._shrink(weight)
+        if made is None or isinstance(made, torch.Tensor):
+            return weight
+        self._count_lossless(weight.numel(), sum(getattr(made, entry.name).nbytes for entry in fields(made)))
+        return made
+
+    def _count_lossless(self, weights: int, num_bytes: int) -> None:
+        self.lossless.matrices += 1
+        self.lossless.weights += weights
+        self.lossless.num_bytes += num_bytes
+
+    def lay_out(self, name: str, weight: torch.Tensor) -> Weight | PackedWeight:
         """The matrix `weight` `[N, K]`, which belongs to `name`, for a product: packed where the backend does that."""
         packer = self._packer
         if packer is None:
-            return weight
+            return self.shrink(weight)
         made = self._pack(f"laid out {name}", tuple(weight.shape), lambda: packer.lay_out(weight))
         return weight if made is None else made
 
@@ -170,9 +193,7 @@ class WeightLoader:
         if self.is_lossless:
             memory = self._once(f"lossless {key}", None, torch.uint8, make)
             if memory is not None:
-                self.lossless.matrices += 1
-                self.lossless.weights += rows * columns
-                self.lossless.num_bytes += memory.nbytes
+                self._count_lossless(rows * columns, memory.nbytes)
         else:
             memory = self._once(key, (elements,), torch.bfloat16, make)
         return None if memory is None else PackedWeight((rows, columns), memory)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
+from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, SplitByteWeight, Weight
 from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.checkpoint.unpacking import awq_values, unpack_words
 
@@ -97,6 +97,7 @@ def narrow(weight: Weight, part: Slice | None) -> Weight | None:
             return None
         scale = weight.scale.narrow(part.dim, start // tile, -(-count // tile)).contiguous()
         return replace(weight, data=weight.data.narrow(part.dim, start, count).contiguous(), scale=scale)
+    assert not isinstance(weight, SplitByteWeight), "that is made of what this returns"
     per_word = 8 if isinstance(weight, Int4Weight) else 2
     group = weight.group if isinstance(weight, Int4Weight) else _MXFP4_GROUP
     if part.dim == 1 and (start % group or count % group):

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.files import find_safetensors, is_packed
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
-from tandem_worker.model.checkpoint.stored import Stored
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 LAYER = "layers.0."
 _OTHER_LAYER = "midlayer."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
@@ -9,11 +11,14 @@ from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.linear import HeadLinear
 from tandem_worker.parallel.collectives import Collective
 
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
+
 
 class Embedding:
     """Rows of a table. Each rank holds a run of rows; others' tokens contribute zero to the sum over ranks."""
 
-    def __init__(self, table: torch.Tensor | PackedWeight, first_row: int, reduce: Collective | None) -> None:
+    def __init__(self, table: Weight | PackedWeight, first_row: int, reduce: Collective | None) -> None:
         self.table = table
         self._first_row = first_row
         self._reduce = reduce

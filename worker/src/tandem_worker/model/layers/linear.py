@@ -104,7 +104,7 @@ class HeadLinear:
 
     __slots__ = ("weight", "wide")
 
-    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+    def __init__(self, weight: Weight | PackedWeight) -> None:
         assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         on_cpu = weight.device.type == "cpu"
         self.wide = Linear(weight.float()) if on_cpu else None

@@ -6,7 +6,7 @@ back (arXiv:2006.16668). Tensor ranks split each expert's intermediate width; th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,8 +46,11 @@ class Experts:
         num_local: int,
         ep: Collective | None,
         swiglu_limit: float | None = None,
+        shrink: Callable[[torch.Tensor], Weight] | None = None,
     ) -> None:
-        """`num_local` experts of this rank. `swiglu_limit` selects gpt-oss's clamped activation."""
+        """`num_local` experts of this rank. `swiglu_limit` selects gpt-oss's clamped activation. `shrink` makes of
+        plain experts, where they lie in one tensor, what is multiplied; here each has a matrix of its own."""
+        del shrink
         self._num_local = num_local
         self._ep = ep
         self._activation = silu_mul if swiglu_limit is None else partial(swiglu_clamped, limit=swiglu_limit)

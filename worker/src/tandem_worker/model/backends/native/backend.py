@@ -58,7 +58,7 @@ NATIVE = replace(
     lossless=Lossless(
         packer=LosslessPacker,
         embedding=NativeEmbedding,
-        find_obstacle=native.find_lossless_obstacle,
+        find_obstacle=lambda dtype: native.find_lossless_obstacle(),
         ratios=CPU_RATIOS,
     ),
 )

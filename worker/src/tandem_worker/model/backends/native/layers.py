@@ -80,7 +80,7 @@ class NativeHead(HeadLinear):
 
     __slots__ = ("linear",)
 
-    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+    def __init__(self, weight: Weight | PackedWeight) -> None:
         linear = NativeLinear(weight)
         self.linear = None if linear.address is None else linear
         if self.linear is None:
@@ -98,8 +98,12 @@ class NativeHead(HeadLinear):
 class NativeEmbedding(Embedding):
     """Rows of a matrix in 12 bits a weight, which the head may multiply too."""
 
-    def __init__(self, weight: PackedWeight, first_row: int, reduce: Collective | None) -> None:
+    def __init__(
+        self, weight: Weight | PackedWeight, first_row: int, reduce: Collective | None, dtype: torch.dtype
+    ) -> None:
+        del dtype
         super().__init__(weight, first_row, reduce)
+        assert isinstance(weight, PackedWeight), "other forms are Triton's"
         self._weight = weight
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,21 @@ weights widened beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from tandem_worker import kernels
-from tandem_worker.kernels.quantized import Weight, WeightStack
-from tandem_worker.model.backends.contract import Backend, BackendName
+from tandem_worker.kernels.quantized import SplitByteWeight, Weight, WeightStack
+from tandem_worker.model.backends.contract import Backend, BackendName, Lossless
+from tandem_worker.model.backends.form import GPU_RATIOS
+from tandem_worker.model.backends.triton.ahead import InOrder, SideStream, WidenAhead
 from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
+from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear, float32_product
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts, ExpertWeights
@@ -26,6 +30,7 @@ from tandem_worker.model.layers.pre_norm import PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
+from tandem_worker.model.weighing import walk
 from tandem_worker.parallel.collectives import Collective
 
 MAX_FEW_ROWS = 64
@@ -35,7 +40,7 @@ MAX_FEW_ROWS = 64
 class TritonLinear(Linear):
     """A product with a weight in any form of `kernels.quantized`."""
 
-    __slots__ = ("form",)
+    __slots__ = ("form", "widened")
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -43,18 +48,23 @@ class TritonLinear(Linear):
         self.bias = None if reduce is not None and reduce.rank else bias
         self.packed = False
         self.form = weight
+        self.widened: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Gives the matrix in full, in the type of an x, where it is one of several that are widened ahead."""
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias)
-        return functional.linear(x, kernels.widen(x, self.form), self.bias)
+        return functional.linear(x, self._wide(x), self.bias)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias, residual=residual)
         if self.bias is not None:
             residual = residual + self.bias
-        return torch.addmm(residual, x, kernels.widen(x, self.form).t())
+        return torch.addmm(residual, x, self._wide(x).t())
+
+    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.widen(x, self.form) if self.widened is None else self.widened(x)
 
 
 class TritonHead(HeadLinear):
@@ -62,14 +72,30 @@ class TritonHead(HeadLinear):
 
     __slots__ = ("table",)
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Weight | PackedWeight) -> None:
+        assert not isinstance(weight, PackedWeight), "those are the CPU kernels'"
         self.table = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > MAX_FEW_ROWS:
-            return float32_product(x, self.table)
+            return float32_product(x, kernels.widen(x, self.table))
         out = torch.empty((x.shape[0], self.table.shape[0]), dtype=torch.float32, device=x.device)
         return kernels.small_batch_linear(x, self.table, out=out)
+
+
+class TritonEmbedding(Embedding):
+    """Rows of a table in 12 bits a weight, which the head may multiply too."""
+
+    def __init__(
+        self, table: Weight | PackedWeight, first_row: int, reduce: Collective | None, dtype: torch.dtype
+    ) -> None:
+        assert isinstance(table, SplitByteWeight), "packed ones are the CPU kernels', and tables are never quantized"
+        super().__init__(table, first_row, reduce)
+        self._weight = table
+        self._dtype = dtype
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return kernels.look_up(ids, self._weight, self._dtype)
 
 
 class TritonRMSNorm(RMSNorm):
@@ -155,6 +181,7 @@ class TritonExperts(Experts):
         num_local: int,
         ep: Collective | None,
         swiglu_limit: float | None = None,
+        shrink: Callable[[torch.Tensor], Weight] | None = None,
     ) -> None:
         self._num_local = num_local
         self._ep = ep
@@ -170,7 +197,9 @@ class TritonExperts(Experts):
                 gate_up_bias.append(weight.gate_up_bias)
             if weight.down_bias is not None:
                 down_bias.append(weight.down_bias)
-        self._stacked_gate_up, self._stacked_down = gate_up.whole(), down.whole()
+        self._stacked_gate_up = _shrunk(gate_up, shrink)
+        del gate_up
+        self._stacked_down = _shrunk(down, shrink)
         self._gate_up_bias, self._down_bias = gate_up_bias.tensor(), down_bias.tensor()
 
     def add_to(
@@ -204,6 +233,11 @@ class TritonExperts(Experts):
             swiglu_limit=self._swiglu_limit,
             residual=residual,
         )
+
+
+def _shrunk(stack: WeightStack, shrink: Callable[[torch.Tensor], Weight] | None) -> Weight:
+    whole = stack.whole()
+    return shrink(whole) if shrink is not None and isinstance(whole, torch.Tensor) else whole
 
 
 class TritonRouter:
@@ -240,6 +274,30 @@ class TritonLayer(PreNormLayer):
         return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden, step)
 
 
+def find_lossless_obstacle(dtype: torch.dtype) -> str | None:
+    """Why weights cannot be kept in 12 bits on a GPU, as a sentence; None when they can.
+
+    float32 holds what a checkpoint of bfloat16 has.
+    """
+    if torch.version.hip is not None:
+        return "The kernels that decode them are made of instructions of NVIDIA's GPUs."
+    if dtype not in {torch.bfloat16, torch.float32}:
+        return f"They are for weights of bfloat16, and the model's are {str(dtype).removeprefix('torch.')}."
+    return None
+
+
+def connect(model: object) -> None:
+    """Lets a model's matrices of 12 bits be widened ahead of each other where products have many rows."""
+    linears = [part for part in walk(model) if isinstance(part, TritonLinear)]
+    split = [(linear, linear.form) for linear in linears if isinstance(linear.form, SplitByteWeight)]
+    if split:
+        device = split[0][1].low.device
+        lane = SideStream(device) if device.type == "cuda" else InOrder()
+        ahead = WidenAhead([form for _, form in split], lane)
+        for number, (linear, _) in enumerate(split):
+            linear.widened = partial(ahead.take, number)
+
+
 TRITON = Backend(
     name=BackendName.TRITON,
     keeps_packed=True,
@@ -255,4 +313,11 @@ TRITON = Backend(
     route=build_route,
     find_inexact=lambda layers: "several rows of a sequence are attended by another kernel than one",
     layer=TritonLayer,
+    lossless=Lossless(
+        embedding=TritonEmbedding,
+        find_obstacle=find_lossless_obstacle,
+        ratios=GPU_RATIOS,
+        shrink=SplitByteWeight.pack,
+        connect=connect,
+    ),
 )
