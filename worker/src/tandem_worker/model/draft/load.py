@@ -21,7 +21,6 @@ from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.eagle3 import Eagle3Head
 from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
-from tandem_worker.model.load import choose_packer
 from tandem_worker.parallel.context import SINGLE
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedL
             f"head's layer has {config.layer.hidden_size}.",
         )
     parts = find_backend(backend or select_backend(model.device, model.dtype))
-    packer, _ = choose_packer(parts, "Plain")
+    packer = None if parts.packer is None else parts.packer()
     with torch.inference_mode():
         vocabulary = read_vocabulary(source, config.draft_vocab_size, config.layer.vocab_size)
         loader = WeightLoader(
