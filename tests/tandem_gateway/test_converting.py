@@ -75,7 +75,7 @@ async def test_log_and_debug_say_so(pair, chat, until) -> None:
     async with httpx.AsyncClient() as client:
         after, before = (await client.get(url)).json()["decisions"]
     assert (before["converted"], before["prefill"], before["decode"]) == (True, [], "d1")
-    assert before["why"]["conversion"].startswith("prefill workers are behind (1")
+    assert before["why"]["conversion"].startswith("prefill workers are behind (")
     assert (after["converted"], after["prefill"]) == (False, ["p1"])
     assert "conversion" not in after["why"]
 
