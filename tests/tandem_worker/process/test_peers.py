@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,3 +82,17 @@ def test_a_worker_that_is_not_there_is_done_without(fleet: SimpleNamespace, work
 def test_what_is_no_address_is_refused_in_words(fleet: SimpleNamespace) -> None:
     with pytest.raises(AssertionError, match="x-tandem-kv-source must be one host:port"):
         ask(fleet.two, [1, 2, 3], source="10.0.0.7:7000, 10.0.0.8:7000")
+
+
+def test_a_holder_that_is_stopped_or_killed_ends_no_stream(fleet: SimpleNamespace, workers: SimpleNamespace) -> None:
+    prompts = [prompt_of(400, seed=20 + number) for number in range(3)]
+    known = [ask(fleet.one, prompt)[0] for prompt in prompts]
+    assert ask(fleet.two, prompts[0], source=fleet.one.kv) == (known[0], 384)
+    workers.end(fleet.one, signal.SIGSTOP)
+    try:
+        assert ask(fleet.two, prompts[1], source=fleet.one.kv) == (known[1], 0)
+    finally:
+        workers.end(fleet.one, signal.SIGCONT)
+    workers.end(fleet.one, signal.SIGKILL)
+    workers.eventually(lambda: fleet.one.process.poll() is not None, 10, "it is dead")
+    assert ask(fleet.two, prompts[2], source=fleet.one.kv) == (known[2], 0)

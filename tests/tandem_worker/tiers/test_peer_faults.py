@@ -190,3 +190,41 @@ def test_what_is_measured_counts_for_a_minute(measured_at: float, usual: float |
     record.latency, record.measured_at, record.queued_bytes = 0.5, measured_at, 1_000_000
     assert record.predict(1_000_000, usual, 40.0) == seconds
     assert peer_rig.KEY.shard == "whole"
+
+
+def spoil(seed: int, holder: PeerRig, puller: PeerRig) -> None:
+    """A bit flipped, bytes cut out, or two blocks exchanged, anywhere in what the holder sends: the answer is right."""
+    rng = random.Random(seed)
+    prompt = make_prompt(1000 + seed)
+    holder.run(f"a{seed}", prompt, max_tokens=1)
+    place, kind = rng.randrange(10 * SLOT_BYTES), rng.randrange(3)
+
+    def alter(data: bytes, offset: int) -> bytes:
+        if kind == 0:
+            return flip_at(place)(data, offset)
+        if not offset <= place < offset + len(data):
+            return data
+        if kind == 1:
+            return data[: place - offset] + data[place - offset + 1 + rng.randrange(64) :]
+        half = len(data) // 2
+        return data[half:] + data[:half]
+
+    found = puller.source.stats().integrity_failures, puller.source.stats().loads_cut
+    with between(holder, alter) as middle:
+        assert puller.run(f"b{seed}", prompt, kv_source=middle.endpoint) == greedy_answer(prompt, 8)
+    if middle.connections and puller.cached(f"b{seed}") < 40:  # else it took computing to be sooner
+        now = puller.source.stats()
+        assert (now.integrity_failures, now.loads_cut) != found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_spoilt_no_token_is_another(make_peer: MakePeer, seed: int) -> None:
+    spoil(seed, make_peer(num_blocks=512), make_peer(num_blocks=512, prefill_rate=2000.0))
+
+
+@pytest.mark.full
+def test_a_thousand_flips_cuts_and_exchanges(make_peer: MakePeer) -> None:
+    holder, puller = make_peer(num_blocks=512), make_peer(num_blocks=512, prefill_rate=2000.0)
+    for seed in range(1000):
+        spoil(seed, holder, puller)
+    assert puller.source.stats().integrity_failures > 100

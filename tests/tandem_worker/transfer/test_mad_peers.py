@@ -456,7 +456,8 @@ def test_quotas_are_given_back() -> None:
         account.close()
     fresh = ledger.open("h")
     fresh.take_order(SOME.tokens_per_session)
-    assert ledger.refusals == {"sessions": 1, "orders": 1, "tokens": 1, "attachments": 0, "resends": 0}
+    refused = {quota: count for quota, count in ledger.refusals.items() if count}
+    assert refused == {"sessions": 1, "orders": 1, "tokens": 1}
 
 
 # With the key: time.

@@ -29,6 +29,7 @@ from tandem_worker.tiers.policy import cut_after
 from tandem_worker.tiers.wire import is_sound, place_in, plan_piece
 from tandem_worker.transfer import fetches, protocol
 from tandem_worker.transfer.channel import configure
+from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter, Identity
 from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.protocol import FrameKind, Header
@@ -142,8 +143,9 @@ class PeerLink:
             self._wake.notify()
 
     @property
-    def closed(self) -> bool:
-        return self._closed
+    def busy(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.record.queued_bytes > 0
 
     def run(self) -> None:
         """The thread's work."""
@@ -250,7 +252,7 @@ class PeerLink:
         while True:
             header = self._read_header(sock, _ANSWERS, load)
             if header.transfer != order.transfer:
-                raise TransferError("the peer answers what it was not asked")
+                raise IntegrityError("the peer answers what it was not asked", Damage.BODY)
             if came == 0:
                 self._note_latency(self._clock() - asked)
             if header.kind is FrameKind.SLOTS:
@@ -260,7 +262,7 @@ class PeerLink:
             if header.kind is FrameKind.FAILED:
                 raise _DeclinedError(protocol.decode_text(body))
             if fetches.decode_fetched(body) != came:
-                raise TransferError("the peer says that it has sent more blocks than have come")
+                raise IntegrityError("the peer says that it has sent other blocks than have come", Damage.BODY)
             return
 
     def _note_latency(self, seconds: float) -> None:
@@ -284,7 +286,7 @@ class PeerLink:
             or count > len(rows)
             or first + count > len(order.names)
         ):
-            raise TransferError("the peer sent other blocks than it was asked for")
+            raise IntegrityError("the peer sent other blocks than it was asked for", Damage.BODY)
         self._fill(sock, rows[:count].reshape(-1).data, load)
         good = next(
             (
@@ -313,7 +315,7 @@ class PeerLink:
         self.record.meter.observe(count * size, seconds)
         self.record.measured_at = self._clock()
         if good < count:
-            raise IntegrityError("a block arrived damaged", "block")
+            raise IntegrityError("a block arrived damaged", Damage.BLOCK)
         return count
 
     # -- bytes -----------------------------------------------------------------------------------------------------

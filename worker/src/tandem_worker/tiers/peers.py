@@ -24,7 +24,7 @@ from tandem_worker.transfer.contract import BandwidthMeter
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 64
-"""Workers that are asked at a time: each has a thread."""
+"""Workers that are asked at a time: each has a thread. A connection that nobody uses makes room for another."""
 MAX_RECORDS = 1024
 _IDLE_SECONDS = 0.5
 
@@ -94,7 +94,7 @@ class PeerSource:
         with self._lock:
             record = self._records.get(holder)
             link = self._links.get(holder)
-            if link is None and sum(not each.closed for each in self._links.values()) >= MAX_PEERS:
+            if link is None and len(self._links) >= MAX_PEERS and all(each.busy for each in self._links.values()):
                 return None
         if record is not None and now < record.retry_at:
             return None
@@ -129,6 +129,8 @@ class PeerSource:
             link = self._links.get(endpoint)
             if link is not None and link.submit(load):
                 return True
+            if not self._make_room():
+                return False
             record = self._records.pop(endpoint, None) or PeerRecord()
             self._records[endpoint] = record
             if len(self._records) > MAX_RECORDS:
@@ -152,6 +154,17 @@ class PeerSource:
                 del self._links[endpoint]
                 raise
             return True
+
+    def _make_room(self) -> bool:
+        """For one more link, under the lock. Whether there is some."""
+        if len(self._links) < MAX_PEERS:
+            return True
+        idle = next((each for each in self._links.values() if not each.busy), None)
+        if idle is None:
+            return False
+        idle.close()
+        del self._links[idle.endpoint]
+        return True
 
     # -- threads ---------------------------------------------------------------------------------------------------
 

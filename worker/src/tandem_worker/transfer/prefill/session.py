@@ -314,7 +314,7 @@ class Session:
         refusal = "draining" if self._draining() else None
         priority = self._account.place(order.priority, len(order.token_ids))
         if self._engine is None:
-            refusal = "this rank takes no orders: first ranks of prefill workers do"
+            refusal = "this rank takes no orders: the first rank of its group does, where that is a prefill worker"
         elif refusal is None:
             refusal = self._open_order(transfer, len(order.token_ids))
         if self._engine is None or refusal is not None:

@@ -1,0 +1,49 @@
+"""Two workers of a model give each other what they have computed, over the cluster's network and past its policies."""
+
+from __future__ import annotations
+
+import json
+
+from tandem_api import names
+from tandem_api.keys import bearer_token
+
+from e2e.suite.fleet import Fleet, Say, smollm2
+from e2e.suite.test_keys import rings_of
+
+MODEL = "sharing"
+ASK = """
+import json, sys, time, urllib.request
+headers, body = json.loads(sys.argv[1]), sys.argv[2].encode()
+request = urllib.request.Request("http://127.0.0.1:" + sys.argv[3] + "/v1/completions", body, headers)
+began = time.monotonic()
+answer = json.load(urllib.request.urlopen(request, timeout=60))
+print(json.dumps([answer["choices"][0]["text"], answer["usage"], time.monotonic() - began]))
+"""
+PROMPT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
+
+
+def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -> None:
+    manifest = smollm2(MODEL, prefill=None, decode=2)
+    manifest["spec"]["kv"]["peers"] = "Auto"
+    fleet.apply(manifest)
+    fleet.wait_ready(MODEL)
+    token = bearer_token(rings_of(fleet, MODEL)[names.API_KEY_FILE])
+    pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in fleet.pods(MODEL, "decode")}
+    (holder, address), (puller, _) = sorted(pods.items())
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0})
+
+    def ask(pod: str, **more: str) -> tuple[str, int, float]:
+        headers = {"content-type": "application/json", names.HEADER_TOKEN: token} | more
+        text, usage, seconds = json.loads(
+            fleet.run_python(pod, "worker", ASK, json.dumps(headers), body, str(names.WORKER_HTTP_PORT))
+        )
+        return text, usage["prompt_tokens_details"]["cached_tokens"], seconds
+
+    host = f"[{address}]" if ":" in address else address
+    text, _, computing = ask(holder)
+    pulled, cached, bringing = ask(puller, **{names.HEADER_KV_SOURCE: f"{host}:{names.WORKER_KV_PORT}"})
+    say(f"computed in {computing:.2f} s, brought in {bringing:.2f} s: {cached} tokens")
+    assert pulled == text
+    assert cached > 500
+    tiers = {tier["tier"]: tier for tier in fleet.telemetry(puller)["kvTiers"]}
+    assert tiers["peer"]["tokensPerSecond"] > 0

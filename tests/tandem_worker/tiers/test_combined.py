@@ -1,0 +1,103 @@
+"""Of several sources the one is taken with which everything is there soonest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_worker.engine.tiers import LoadOrder, Offer, Run
+from tandem_worker.tiers.combined import CombinedTier
+
+NAMES = [bytes([number] * 16) for number in range(10)]
+
+
+class Source:
+    def __init__(self, run: Run | None) -> None:
+        self.run, self.orders, self.cancelled, self.holders = run, list[LoadOrder](), list[int](), list[str]()
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+        self.holders.append(holder)
+        return self.run
+
+    def start_load(self, order: LoadOrder) -> None:
+        self.orders.append(order)
+
+    def cancel(self, load: int) -> None:
+        self.cancelled.append(load)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.offers: list[Offer | None] = []
+        self.asked = 0
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return reused
+
+    def due(self) -> None:
+        self.asked += 1
+
+    def offered(self, offer: Offer | None) -> None:
+        self.offers.append(offer)
+
+
+def run(count: int, seconds: float) -> Run:
+    return Run(count=count, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("runs", "per_block", "chosen"),
+    [
+        ([None, None], 1.0, None),
+        ([run(3, 1.0), None], 1.0, 0),
+        ([None, run(3, 1.0)], 1.0, 1),
+        ([run(10, 2.0), run(10, 1.0)], 1.0, 1),
+        ([run(10, 1.0), run(10, 1.0)], 1.0, 0),
+        ([run(3, 0.1), run(10, 5.0)], 1.0, 1),  # 7.1 s against 5
+        ([run(3, 0.1), run(10, 5.0)], 0.5, 0),  # 3.6 s against 5
+        ([run(3, 0.1), run(10, 5.0)], None, 1),
+        ([run(10, 6.0), run(10, 5.0)], None, 1),
+    ],
+)
+def test_the_soonest_is_asked(runs: list[Run | None], per_block: float | None, chosen: int | None) -> None:
+    sources = [Source(each) for each in runs]
+    tier = CombinedTier(sources)
+    found = tier.find(NAMES, per_block, "10.0.0.1:7000")
+    assert [source.holders for source in sources] == [["10.0.0.1:7000"]] * len(sources)
+    if chosen is None:
+        assert found is None
+        return
+    assert found == runs[chosen]
+    order = LoadOrder(load=4, names=tuple(NAMES), block_ids=tuple(range(10)), seconds_per_block=per_block)
+    tier.start_load(order)
+    assert [source.orders for source in sources] == [[order] if index == chosen else [] for index in range(2)]
+    tier.cancel(4)
+    assert all(source.cancelled == [4] for source in sources)
+
+
+@given(
+    st.lists(st.none() | st.builds(run, st.integers(1, 10), st.floats(0, 100)), min_size=1, max_size=4),
+    st.floats(1e-3, 10),
+)
+def test_nobody_else_would_be_done_sooner(runs: list[Run | None], per_block: float) -> None:
+    found = CombinedTier([Source(each) for each in runs]).find(NAMES, per_block)
+    there = [each for each in runs if each is not None]
+    assert (found is None) == (not there)
+    if found is not None:
+        ends = [each.seconds + (10 - each.count) * per_block for each in there]
+        assert found.seconds + (10 - found.count) * per_block == min(ends)
+
+
+def test_a_sink_gets_what_is_offered_and_without_one_nothing_is_wanted() -> None:
+    sink = Sink()
+    tier = CombinedTier([], sink)
+    tier.due()
+    tier.offered(None)
+    assert (sink.asked, sink.offers) == (1, [None])
+    assert [tier.passes(NAMES[0], reused) for reused in (True, False)] == [True, False]
+    alone = CombinedTier([Source(None)])
+    alone.due()
+    alone.offered(None)
+    assert alone.passes(NAMES[0], False)
