@@ -383,6 +383,8 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"kv": {"disk": {"size": "2Gi"}}}, "kv.disk is of Tandem's own engine"),
         ({"kv": {"peers": "Auto"}}, "kv.peers is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),
+        ({"kv": {"transport": "Mooncake"}}, "kv.transport is of Tandem's own engine"),
+        ({"kv": {"transport": "Mooncake", "allowFallback": True}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
         ({"gateway": {"link": "Native"}}, "gateway.link must be HTTP with another engine"),
         ({"slo": SLO_TARGETS}, "slo needs the measurements of Tandem's own workers"),

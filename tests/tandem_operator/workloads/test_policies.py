@@ -289,3 +289,19 @@ def test_the_operator_reads_what_gateways_report_and_nothing_else() -> None:
     assert reachable(plan, MIRROR, inside["gateway"]) == {METRICS, 8080}
     assert reachable(plan, MIRROR, inside["decode"]) == set()
     assert reachable(plan, STRANGER, inside["gateway"]) == {8080}
+
+
+@pytest.mark.parametrize("egress", [False, True])
+@pytest.mark.parametrize("transport", ["Auto", "TCP", "Mooncake"])
+def test_mooncakes_engines_are_reached_by_prefill_pods_alone(transport: str, egress: bool) -> None:
+    """They ask nobody who he is."""
+    network = dataclasses.replace(RELEASE.network, egress=egress)
+    plan = blueprint(prefill={}, kv={"transport": transport}, release=dataclasses.replace(RELEASE, network=network))
+    found = pods(plan)
+    for port in (15000, 16000, 17000):
+        for source in (*found.values(), STRANGER, NEIGHBOUR, SCRAPER, INTERNET):
+            open_ = transport == "Mooncake" and source.name == "prefill"
+            assert connects(plan, source, found["decode"], port) is open_
+        assert not connects(plan, found["decode"], found["prefill"], port)
+    assert not connects(plan, found["prefill"], found["decode"], 14999)
+    assert not connects(plan, found["prefill"], found["decode"], 17001)

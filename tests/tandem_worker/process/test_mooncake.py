@@ -91,6 +91,23 @@ def test_a_prefill_worker_that_is_lost_costs_time_not_the_request(
         workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 5, "no block is in use")
 
 
+def test_a_peer_without_it_is_named_and_never_used_in_silence(
+    pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
+) -> None:
+    prompt, before = prompt_of(90, seed=4), prefills(pair.decode, "fallback")
+    with workers.run(tmp_path, "prefill", pair.model) as plain:
+        workers.await_ready(plain)
+        answer = pair.decode.complete(prompt, prefill=plain.kv, max_tokens=6, ignore_eos=True, return_token_ids=True)
+        assert plain.metric("tandem_worker_kv_transfer_bytes_total", direction="sent") == 0
+    assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 6)
+    assert prefills(pair.decode, "fallback") == before + 1
+    told = pair.decode.get("/telemetry").json()["kvTransport"]
+    assert told["fallback"] == "prefill-0 does not offer Mooncake"
+    assert pair.decode.metric("tandem_worker_kv_transport_fallback") == 1
+    pair.decode.complete(prompt_of(90, seed=5), prefill=pair.prefill.kv)
+    assert pair.decode.metric("tandem_worker_kv_transport_fallback") == 0
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_thousand_prompts_through_cancels_kills_and_a_freeze(

@@ -19,6 +19,7 @@ from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.client import TcpPrefillClient
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
+from tandem_worker.transfer.transports import Transports
 
 from tests.tandem_worker.transfer.engines import build_transports
 from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
@@ -122,11 +123,19 @@ class NotingDecode:
 class Pair:
     """Both ends on loopback; the decode end's block i of a prompt is block i + 1."""
 
-    def __init__(self, *, auto: bool = True, verify: bool = True, transport: str = "TCP", **client: Any) -> None:
+    def __init__(
+        self,
+        *,
+        auto: bool = True,
+        verify: bool = True,
+        transport: str = "TCP",
+        transports: list[Transports] | None = None,
+        **client: Any,
+    ) -> None:
         self.prefill, self.decode = ScriptedPrefill(auto=auto), NotingDecode()
         self.source, self.target = build_cache(), build_cache()
         fill(self.source)
-        self.transports = [build_transports(transport), build_transports(transport)]
+        self.transports = transports or [build_transports(transport), build_transports(transport)]
         """Of the decode end and of the prefill end."""
         self.client = TcpPrefillClient(verify=verify, timeouts=QUICK, transports=self.transports[0], **client)
         space = BlockSpace(self.target)

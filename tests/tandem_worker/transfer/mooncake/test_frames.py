@@ -23,6 +23,7 @@ from tandem_worker.transfer.mooncake.frames import (
     decode_landed,
     encode_grant,
     encode_landed,
+    is_same_host,
 )
 from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
@@ -100,3 +101,20 @@ def test_ranges_that_are_joined_name_the_same_blocks_in_the_same_order(blocks: l
     assert all(
         (one.layer, one.first + one.count) != (other.layer, other.first) for one, other in itertools.pairwise(joined)
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1:15000", "10.0.0.1:4444-3", True),
+        ("10.0.0.1:15000", "::ffff:10.0.0.1:4444", True),
+        ("[fd00::1]:15000", "fd00::1:4444", True),
+        ("[fd00:0::1]:15000", "[fd00::1]:4444-1", True),
+        ("10.0.0.2:15000", "10.0.0.1:4444", False),
+        ("metadata:80", "10.0.0.1:4444", False),
+        ("metadata:80", "metadata:80", False),
+        ("", "", False),
+    ],
+)
+def test_an_engine_is_where_its_peer_is(one: str, other: str, same: bool) -> None:
+    assert is_same_host(one, other) is same

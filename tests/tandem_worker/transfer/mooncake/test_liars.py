@@ -17,11 +17,11 @@ from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.choice import MOONCAKE
 from tandem_worker.transfer.contract import Offer
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
-from tandem_worker.transfer.mooncake.frames import Grant, Landed, Slot, decode_grant, encode_landed
+from tandem_worker.transfer.mooncake.frames import Grant, Landed, Slot, decode_grant, encode_grant, encode_landed
 from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind
 
 from tests.tandem_worker.transfer.engines import begin_engine
-from tests.tandem_worker.transfer.scripted import BLOCKS, LAYERS, PROMPT_NAME, ScriptedPeer, read_frame
+from tests.tandem_worker.transfer.scripted import BLOCKS, LAYERS, PROMPT_NAME, ScriptedPeer, read_frame, stranger
 
 Play = Callable[["Liar", socket.socket], None]
 _engines: list[Engine] = []
@@ -309,3 +309,50 @@ def test_an_engine_that_cannot_write_is_given_up_with_a_sentence(lie: Any, kit: 
     kit.eventually(lambda: len(pair.decode.failed) == 2)
     assert "Mooncake is asked for (spec.kv.transport), and" in pair.decode.failed[1][2]
     assert "could not write" in (pair.client.stats().fallback or "")
+
+
+# Decode workers that lie.
+
+SLOTS = (Slot(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("transport", "grant"),
+    [
+        ("TCP", Grant("127.0.0.1:15000", 1 << 40, 1 << 20, SLOTS)),
+        ("Mooncake", Grant("127.0.0.2:15000", 1 << 40, 1 << 20, SLOTS)),
+        ("Mooncake", Grant("localhost:15000", 1 << 40, 1 << 20, SLOTS)),
+        ("Mooncake", Grant("127.0.0.1:15000", 1 << 40, 64, SLOTS)),
+        ("Mooncake", Grant("127.0.0.1:15000", 1 << 40, 1 << 20, ())),
+    ],
+    ids=["not-offered", "another-address", "a-name", "too-small", "none"],
+)
+def test_grants_that_a_prefill_worker_does_not_take(kit: SimpleNamespace, transport: str, grant: Grant) -> None:
+    pair = kit.Pair(transport=transport)
+    try:
+        with stranger(pair) as sock:
+            sock.sendall(protocol.encode_hello(pair.identity))
+            assert read_frame(sock)[0].kind is FrameKind.HELLO
+            sock.sendall(encode_grant(7, grant))
+            assert sock.recv(1) == b""
+        pair.client.start(pair.order(f"127.0.0.1:{pair.server.port}"))
+        kit.eventually(lambda: bool(pair.decode.done))
+    finally:
+        pair.close()
+
+
+def test_slots_of_an_engine_that_is_not_there_cost_this_order_alone(kit: SimpleNamespace) -> None:
+    """The engine says so at once; the blocks are told to be lost, and the worker serves others."""
+    pair = kit.Pair(transport="Mooncake")
+    try:
+        with stranger(pair) as sock:
+            sock.sendall(protocol.encode_hello(pair.identity))
+            assert read_frame(sock)[0].kind is FrameKind.HELLO
+            sock.sendall(encode_grant(7, Grant("127.0.0.1:1", 1 << 40, 1 << 20, SLOTS)))
+            sock.sendall(protocol.encode_prefill(7, pair.order(tokens=8)))
+            kinds = [read_frame(sock)[0].kind for _ in range(1)]
+            assert kinds == [FrameKind.LANDED]
+            pair.client.start(pair.order(f"127.0.0.1:{pair.server.port}"))
+            kit.eventually(lambda: bool(pair.decode.done))
+    finally:
+        pair.close()

@@ -303,3 +303,17 @@ def test_there_are_no_more_engines_than_that() -> None:
         pool.take(1)
     pool.give_back(stations[0])
     assert pool.take(1) is stations[0]
+
+
+def test_a_piece_never_reaches_into_the_next_slot() -> None:
+    """The station that is free has room for more than this peer's slots hold."""
+    engine = NotedEngine()
+    pool = StationPool(lambda: engine)  # type: ignore[arg-type,return-value]
+    pool.give_back(pool.take(4 * BLOCK))
+    piece = Piece(layer=0, block_bytes=BLOCK, runs=((0, BLOCK),), shape=(BLOCK,), narrow=None)
+    departures = Departures(pool, NotedReader(), {0: piece})
+    departures.take_grant(Grant("10.0.0.9:1", 1 << 40, 2 * BLOCK, (Slot(0, 1), Slot(1, 1))))
+    departures.add(ready(7, 0, 0, 1, 2, 3))
+    departures.pump(0.0, read)
+    assert [size for *_, size in engine.submitted] == [2 * BLOCK, BLOCK]
+    assert engine.submitted[1][2] == (1 << 40) + 2 * BLOCK

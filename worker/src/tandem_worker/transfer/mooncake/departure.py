@@ -142,7 +142,7 @@ class Departures:
         self._slots: deque[Slot] = deque()
         self._waiting: deque[ReadyBlocks] = deque()
         self._pending: Counter[int] = Counter()
-        """Pieces in flight, by transfer."""
+        """Reports that wait and pieces in flight, by transfer."""
         self._moving_since: float | None = None
         self.bytes_landed = 0
         self.seconds_moving = 0.0
@@ -179,10 +179,11 @@ class Departures:
     def add(self, ready: ReadyBlocks) -> None:
         """To be sent in its turn."""
         self._waiting.append(ready)
+        self._pending[ready.transfer] += 1
 
     def has_of(self, transfer: int) -> bool:
         """Something of this transfer waits or is in flight."""
-        return self._pending[transfer] > 0 or any(ready.transfer == transfer for ready in self._waiting)
+        return transfer in self._pending
 
     def pump(self, now: float, guard: Guard) -> list[tuple[int, Landed, int]]:
         """Submit what there are slots for.
@@ -193,11 +194,12 @@ class Departures:
         station = self._station
         while station is not None and self._waiting and self._slots and station.rows:
             row = station.rows[-1]
-            gathered = self._gather(station.memory.view[row * station.piece_bytes :], station.piece_bytes, guard)
+            assert self._target is not None, "slots come with their address"
+            most = min(station.piece_bytes, self._target.slot_bytes)
+            gathered = self._gather(station.memory.view[row * station.piece_bytes :], most, guard)
             if gathered is None:
                 break
             transfer, ranges, sums, num_bytes = gathered
-            assert self._target is not None, "slots come with their address"
             slot = self._slots.popleft()
             landed = Landed(slot, tuple(ranges), sums, 0)
             number = station.engine.submit(
@@ -233,13 +235,13 @@ class Departures:
             fit = min(fit, max(1, CACHED_BYTES // num_bytes))
             part = ready if ready.blocks.count <= fit else _head(ready, fit)
             if not self._copy(part, room[used:], sums, guard):
-                self._waiting.popleft()  # cancelled meanwhile
+                self._leave(self._waiting.popleft().transfer)  # cancelled meanwhile
                 continue
             transfer = part.transfer
             append_blocks(ranges, part.blocks)
             used += num_bytes * part.blocks.count
             if part is ready:
-                self._waiting.popleft()
+                self._leave(self._waiting.popleft().transfer)
             else:
                 self._waiting[0] = _tail(ready, fit)
         return None if transfer is None else (transfer, ranges, sums, used)
@@ -271,9 +273,7 @@ class Departures:
         return told
 
     def _end(self, flight: _Flight, now: float, *, lost: bool) -> tuple[int, Landed, int]:
-        self._pending[flight.transfer] -= 1
-        if not self._pending[flight.transfer]:
-            del self._pending[flight.transfer]
+        self._leave(flight.transfer)
         if not lost:
             self.bytes_landed += flight.num_bytes
         since, self._moving_since = self._moving_since, now
@@ -281,6 +281,11 @@ class Departures:
         self.seconds_moving += now - since
         micros = min(round(1e6 * (now - since)), 2**32 - 1)
         return flight.transfer, replace(flight.landed, micros=micros, lost=lost), flight.num_bytes
+
+    def _leave(self, transfer: int) -> None:
+        self._pending[transfer] -= 1
+        if not self._pending[transfer]:
+            del self._pending[transfer]
 
     def close(self) -> None:
         """The connection has ended: what is in flight is left to the pool."""

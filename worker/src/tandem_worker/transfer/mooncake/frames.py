@@ -13,6 +13,7 @@ import struct
 import sys
 from array import array
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
 from tandem_worker.transfer import protocol
@@ -120,6 +121,20 @@ def append_blocks(ranges: list[BlockRange], blocks: BlockRange) -> None:
         ranges[-1] = BlockRange(last.layer, last.first, last.count + blocks.count)
     else:
         ranges.append(blocks)
+
+
+def is_same_host(one: str, other: str) -> bool:
+    """Whether two `host:port`, the hosts being addresses, name one host: a peer's engine is where the peer is."""
+    hosts = [_read_host(each) for each in (one, other)]
+    return hosts[0] is not None and hosts[0] == hosts[1]
+
+
+def _read_host(endpoint: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(endpoint.rpartition(":")[0].strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _frame(kind: FrameKind, transfer: int, body: bytes) -> bytes:

@@ -287,7 +287,7 @@ class Session:
             self._give_up(outgoing, abort=header.kind is not FrameKind.RELEASE or outgoing.done is None)
 
     def _take_grant(self, transfer: int, body: bytes) -> None:
-        from tandem_worker.transfer.mooncake.frames import decode_grant
+        from tandem_worker.transfer.mooncake.frames import decode_grant, is_same_host
 
         if self._departures is None:
             if self._transports.stations is None or not self._pieces:
@@ -296,7 +296,12 @@ class Session:
 
             assert self._reader is not None, "grants come after the handshake"
             self._departures = Departures(self._transports.stations, self._reader, self._pieces)
-        self._departures.take_grant(decode_grant(body))
+        grant = decode_grant(body)
+        if not is_same_host(grant.engine, self._name):
+            raise TransferError(
+                f"the peer, {self._name}, granted slots of an engine at {grant.engine}, another address"
+            )
+        self._departures.take_grant(grant)
         if transfer:
             self._through_slots = transfer
 
