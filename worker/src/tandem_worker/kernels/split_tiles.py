@@ -21,6 +21,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+DECODE: tl.constexpr = tl.constexpr("""{ .reg .b32 s, t, a, b;
+    and.b32 s, $6, 0x77777777;
+    prmt.b32 a, $7, $11, s;
+    lop3.b32 a, a, $6, 0x80808080, 0xF8;
+    shr.b32 t, s, 16;
+    prmt.b32 b, $7, $11, t;
+    shl.b32 t, $6, 4;
+    lop3.b32 b, b, t, 0x80808080, 0xF8;
+    prmt.b32 $0, $4, a, 0x5240;
+    prmt.b32 $1, $5, a, 0x7260;
+    prmt.b32 $2, $4, b, 0x5341;
+    prmt.b32 $3, $5, b, 0x7361; }""")
+"""Four pairs: $0 and $1 are their first columns, $2 and $3 their second; $4 and $5 low bytes, $6 codes, $7 and $11 the
+table, which comes once for each pair."""
 ESCAPES: tl.constexpr = tl.constexpr(32)
 """Escapes that are added at a time."""
 
@@ -30,18 +44,7 @@ def widen_pairs(low, codes, table_low, table_high, ASSEMBLY: tl.constexpr):
     """Pairs `[N, H]` as bfloat16 of first columns and of second columns; H a multiple of 4."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 s, t, a, b;
-            and.b32 s, $6, 0x77777777;
-            prmt.b32 a, $7, $11, s;
-            lop3.b32 a, a, $6, 0x80808080, 0xF8;
-            shr.b32 t, s, 16;
-            prmt.b32 b, $7, $11, t;
-            shl.b32 t, $6, 4;
-            lop3.b32 b, b, t, 0x80808080, 0xF8;
-            prmt.b32 $0, $4, a, 0x5240;
-            prmt.b32 $1, $5, a, 0x7260;
-            prmt.b32 $2, $4, b, 0x5341;
-            prmt.b32 $3, $5, b, 0x7361; }""",
+            DECODE,
             "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r",
             [low, codes, table_low, table_high], dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4,
         )  # fmt: skip
