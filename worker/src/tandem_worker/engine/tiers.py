@@ -17,6 +17,7 @@ class Run:
     """Consecutive blocks of a chain that a source has."""
 
     count: int
+    """0: it cannot tell before it has asked elsewhere; it is given an order of no blocks that `asks`."""
     seconds: float
     """From now until all of them are in memory, as far as that can be told: what the source has to do before counts."""
 
@@ -32,6 +33,8 @@ class LoadOrder:
     """Reserved for it: one for each name."""
     seconds_per_block: float | None
     """What computing one of them would take; None while that is not known. A load that is later is cut."""
+    asks: tuple[bytes, ...] = ()
+    """In place of names: the source is to find out which of these it has, and `find` is called again afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class BlockSource(Protocol):
 
     def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
-        in `seconds_per_block`, is sooner. None: nobody knows what computing takes."""
+        in `seconds_per_block`, is sooner. None: nobody knows what computing takes. A source that must ask elsewhere
+        says so with a run of no blocks."""
         ...
 
     def start_load(self, order: LoadOrder) -> None:

@@ -33,6 +33,7 @@ from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
+from tandem_worker.tiers.shelf import DiskShelf
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import SegmentStore
 from tandem_worker.tiers.writer import BlockWriter
@@ -92,10 +93,11 @@ class DiskTier:
         self._memory = memory
         self._counters = Counters(block_size)
         self.health = TierHealth()
-        self._pool = LoadPool(self._store, key, memory, self.health, self._counters, clock)
+        shelf = DiskShelf(self._store, key)
+        self._pool = LoadPool(shelf, key, memory, self.health, self._counters, clock)
         self.health.on_off = self._go_off
         self._writer = BlockWriter(
-            self._store, key, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
+            shelf, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
         )
         self._closed = threading.Event()
         self._flush_until: float | None = None

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem_worker.engine.tiers import LoadOrder, TierEngine
-from tandem_worker.tiers.errors import VOLUME_FROZEN, VOLUME_GONE, TierError, describe
-from tandem_worker.tiers.format import TierKey, is_intact, place_of
+from tandem_worker.tiers.errors import VOLUME_FROZEN, TierError
+from tandem_worker.tiers.format import TierKey, is_intact
 from tandem_worker.tiers.health import TierHealth
-from tandem_worker.tiers.memory import BlockMemory, allocate_rows
+from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import cut_after, plan_pieces, predict_seconds
+from tandem_worker.tiers.shelf import Shelf
 from tandem_worker.tiers.stats import Counters
-from tandem_worker.tiers.store import Place, SegmentStore
+from tandem_worker.tiers.store import Place
 from tandem_worker.transfer.contract import BandwidthMeter
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class _Load:
     """Blocks before the first one that cannot be had."""
     ended: bool = False
 
+    def stop_at(self, index: int) -> None:
+        """Blocks from `index` on are computed."""
+        with self.lock:
+            self.limit = min(self.limit, index)
+
     @property
     def cut_at(self) -> float:
         return self.began + cut_after(self.valid, len(self.places), self.order.seconds_per_block)
@@ -60,14 +66,14 @@ class LoadPool:
 
     def __init__(
         self,
-        store: SegmentStore,
+        shelf: Shelf,
         key: TierKey,
         memory: BlockMemory,
         health: TierHealth,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._key, self._memory, self._health, self._counters = store, key, memory, health, counters
+        self._shelf, self._key, self._memory, self._health, self._counters = shelf, key, memory, health, counters
         self._clock = clock
         self._wake = threading.Condition()
         """Guards what follows; never taken while a load's lock is held by the same thread."""
@@ -82,7 +88,7 @@ class LoadPool:
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
-        self._most = max(1, PIECE_BYTES // store.geometry.slot_bytes)
+        self._most = max(1, PIECE_BYTES // shelf.geometry.slot_bytes)
 
     @property
     def rate(self) -> float | None:
@@ -96,7 +102,7 @@ class LoadPool:
 
     def predict(self, num_blocks: int, num_pieces: int) -> float:
         """Seconds until so many blocks would be there."""
-        size = self._store.geometry.slot_bytes
+        size = self._shelf.geometry.slot_bytes
         return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, NUM_READERS, self._meter.rate)
 
     def count_pieces(self, places: Sequence[Place]) -> int:
@@ -105,7 +111,7 @@ class LoadPool:
 
     def start(self, order: LoadOrder, places: Sequence[Place]) -> None:
         """Begin with it. Any thread."""
-        size = self._store.geometry.slot_bytes
+        size = self._shelf.geometry.slot_bytes
         count = len(places)
         load = _Load(order, list(places), self._clock(), count * size, arrived=[False] * count, limit=count)
         with self._wake:
@@ -138,7 +144,7 @@ class LoadPool:
 
     def run_reader(self) -> None:
         """One thread's work until `close`."""
-        rows = allocate_rows(self._most, self._store.geometry.slot_bytes)
+        rows = self._shelf.allocate(self._most)
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:
@@ -152,7 +158,7 @@ class LoadPool:
                     self._bring(load, first, end, rows)
             finally:
                 with self._wake:
-                    self._queued_bytes -= (end - first) * self._store.geometry.slot_bytes
+                    self._queued_bytes -= (end - first) * self._shelf.geometry.slot_bytes
                     del self._busy_since[threading.get_ident()]
             if load.valid >= load.limit:
                 self._end(load)
@@ -182,59 +188,49 @@ class LoadPool:
             return any(self._clock() - since > FROZEN_SECONDS for since in self._busy_since.values())
 
     def _bring(self, load: _Load, first: int, end: int, rows: np.ndarray) -> None:
-        """Read, verify and copy blocks `first` to `end` of a load, which follow one another in a segment."""
+        """Read, verify and copy blocks `first` to `end` of a load, which follow one another on the shelf."""
         began, count = self._clock(), end - first
-        place = load.places[first]
+        places, names = load.places[first:end], load.order.names[first:end]
         try:
-            got = self._store.read(place, count, rows)
-        except OSError as error:
-            failure = describe(error, f"a segment in {self._store.folder} cannot be read")
-            if failure.reason == VOLUME_GONE and self._store.folder.is_dir():
-                self._refuse(load, first, place)  # somebody has deleted this file
-                return
-            with load.lock:
-                load.limit = min(load.limit, first)
-            self._health.fail(failure)
+            got = self._shelf.read(places, names, rows)
+        except TierError as error:
+            load.stop_at(first)
+            self._health.fail(error)
             return
-        if got is None:
-            with load.lock:
-                load.limit = min(load.limit, first)
-            return
-        good = self._count_intact(load, first, min(got, count), rows)
+        good = self._count_intact(places[:got], names[:got], rows)
         with load.lock:
             if load.ended:
                 return
             if good:
                 self._memory.copy_in(
-                    rows[:good], self._store.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
+                    rows[:good], self._shelf.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
                 )
             load.arrived[first : first + good] = [True] * good
             while load.valid < len(load.arrived) and load.arrived[load.valid]:
                 load.valid += 1
         seconds = self._clock() - began
-        self._store.use(place)
-        self._counters.count_read(good * self._store.geometry.slot_bytes, seconds)
-        self._meter.observe(count * self._store.geometry.slot_bytes, seconds)
-        if good < count:
+        self._shelf.use(places[0])
+        self._counters.count_read(good * self._shelf.geometry.slot_bytes, seconds)
+        self._meter.observe(count * self._shelf.geometry.slot_bytes, seconds)
+        if good == count:
+            return
+        load.stop_at(first + good)
+        if good < got:
             self._counters.count_damage()
-            logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
-            self._refuse(load, first + good, load.places[first + good])
+            logger.warning("a damaged block of a tier is computed again", extra={"place": str(places[good])})
+            self._discard(places[good], names[good])
 
-    def _count_intact(self, load: _Load, first: int, count: int, rows: np.ndarray) -> int:
-        for row in range(count):
-            place, name = load.places[first + row], load.order.names[first + row]
-            if not is_intact(rows[row].data, self._store.geometry, self._key, name, place_of(*place)):
+    def _count_intact(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
+        for row, (place, name) in enumerate(zip(places, names, strict=True)):
+            if not is_intact(rows[row].data, self._shelf.geometry, self._key, name, self._shelf.seed(place)):
                 return row
-        return count
+        return len(places)
 
-    def _refuse(self, load: _Load, index: int, place: Place) -> None:
-        """Blocks from `index` on are computed, and the segment of `place` goes."""
-        with load.lock:
-            load.limit = min(load.limit, index)
+    def _discard(self, place: Place, name: bytes) -> None:
         try:
-            self._store.discard(place)
-        except OSError as error:
-            self._health.fail(describe(error, "a damaged segment cannot be removed"))
+            self._shelf.discard(place, name)
+        except TierError as error:
+            self._health.fail(error)
 
     def _end(self, load: _Load, *, cut: bool = False) -> None:
         with load.lock:

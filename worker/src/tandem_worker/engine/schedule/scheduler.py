@@ -276,6 +276,14 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._enqueue(sequence)
 
+    def ask_done(self, sequence: Sequence) -> None:
+        """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
+        self.loading.discard(sequence)
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        if self.loads is None or not self.loads.begin(sequence):
+            self._enqueue(sequence)
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self, max_tokens: int | None = None) -> StepPlan:
