@@ -72,7 +72,10 @@ class LoadPool:
         health: TierHealth,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        num_readers: int = NUM_READERS,
     ) -> None:
+        """`num_readers`: threads that are given to `run_reader`."""
+        self._num_readers = num_readers
         self._shelf, self._key, self._memory, self._health, self._counters = shelf, key, memory, health, counters
         self._clock = clock
         self._wake = threading.Condition()
@@ -103,7 +106,7 @@ class LoadPool:
     def predict(self, num_blocks: int, num_pieces: int) -> float:
         """Seconds until so many blocks would be there."""
         size = self._shelf.geometry.slot_bytes
-        return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, NUM_READERS, self._meter.rate)
+        return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, self._num_readers, self._meter.rate)
 
     def count_pieces(self, places: Sequence[Place]) -> int:
         """Reads that it takes to bring these."""
@@ -163,13 +166,18 @@ class LoadPool:
             if load.valid >= load.limit:
                 self._end(load)
 
-    def watch_once(self) -> None:
-        """Sleep until a load may be late or one begins, half a second at most; then cut what is late, and look for
-        readers that hang."""
+    def wake(self) -> None:
+        """`watch_once` is to look again."""
+        with self._wake:
+            self._wake.notify_all()
+
+    def watch_once(self, until: float | None = None) -> None:
+        """Sleep until a load may be late or one begins, half a second at most and not after `until`; then cut what is
+        late, and look for readers that hang."""
         with self._wake:
             if self._closed:
                 return
-            due = min((load.cut_at for load in self._loads.values()), default=None)
+            due = min([load.cut_at for load in self._loads.values()] + ([] if until is None else [until]), default=None)
             pause = _IDLE_SECONDS if due is None else min(_IDLE_SECONDS, due - self._clock())
             if pause > 0:
                 self._wake.wait(pause)

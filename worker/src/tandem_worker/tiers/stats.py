@@ -33,10 +33,10 @@ class TierStats:
 
 
 class Counters:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tier: str = "disk") -> None:
         self._block_size = block_size
         self._lock = threading.Lock()
-        self._stats = TierStats()
+        self._stats = TierStats(tier=tier)
 
     def read(self) -> TierStats:
         """All of them, at one moment."""
