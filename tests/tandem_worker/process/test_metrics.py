@@ -47,12 +47,12 @@ def sample(
     gpu: GpuSample = GPU,
     transfer: TransferStats | None = None,
     spans: dict[str, int] | None = None,
-    tier: TierStats | None = None,
+    tiers: tuple[TierStats, ...] = (),
 ) -> WorkerSample:
     return WorkerSample(
         at=40.5, draining=True, start=StartFigure(seconds=2.5, origin="prepared"),
         engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
-        spans=spans or {}, tier=tier,
+        spans=spans or {}, tiers=tiers,
         files=FileSample(received={"peer": 41, "hub": 42}, faults={"wrong": 43}, bytes_sent=44, limit=45.5),
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_every_worker_metric_is_there_once() -> None:
     stats = TransferStats(
         integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0
     )
-    lines = text(transfer=stats, spans={"exported": 3}, tier=TierStats()).splitlines()
+    lines = text(transfer=stats, spans={"exported": 3}, tiers=(TierStats(),)).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
             assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
@@ -125,7 +125,7 @@ def test_names_labels_and_help_are_what_dashboards_know() -> None:
     )
     known = Path(__file__).with_name("metrics.txt").read_text()
     tier = TierStats(tokens_read=46, bytes_written=47, seconds_reading=48.5, evictions=49, loads_cut=50)
-    assert read_families(text(transfer=stats, tier=tier)) == read_families(known)
+    assert read_families(text(transfer=stats, tiers=(tier,))) == read_families(known)
 
 
 def test_what_cannot_be_measured_is_absent() -> None:
@@ -140,7 +140,7 @@ def test_a_tier_tells_what_it_does_and_why_it_does_not() -> None:
         reason="VolumeFull", message="it is full", capacity_tokens=160, stored_tokens=32, horizon=4.5, tokens_read=16,
         bytes_written=7, seconds_reading=0.5, evictions=3, integrity_failures=2, loads_cut=1,
     )  # fmt: skip
-    exposition = text(tier=stats)
+    exposition = text(tiers=(stats,))
     labels = 'model="smollm2",role="decode"'
     for line in (
         f'kv_tier_tokens_total{{direction="read",{labels},tier="disk"}} 16.0',
@@ -152,7 +152,7 @@ def test_a_tier_tells_what_it_does_and_why_it_does_not() -> None:
         f'kv_tier_ready{{{labels},tier="disk"}} 0.0',
     ):
         assert f"tandem_worker_{line}" in exposition
-    (tier,) = build_telemetry(FACTS, sample(tier=stats)).kv_tiers
+    (tier,) = build_telemetry(FACTS, sample(tiers=(stats,))).kv_tiers
     assert (tier.reason, tier.message, tier.capacity_tokens, tier.stored_tokens, tier.horizon) == (
         "VolumeFull", "it is full", 160, 32, 4.5,
     )  # fmt: skip

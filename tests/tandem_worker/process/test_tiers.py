@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from tandem_api.keys import open_ring
 from tandem_api.launch import KVConfig, KVDiskConfig, WorkerConfig
+from tandem_worker.host.environment import observe_pod
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.process.tiers import open_tier
+from tandem_worker.process.tiers import open_tiers
 from tandem_worker.tiers.disk import DiskTier
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
@@ -32,8 +33,10 @@ def open_worker(folder: Path, *, digest: str = "d", revision: str = "r") -> tupl
     rig = Rig(model, 64, model_digest=digest)  # type: ignore[arg-type]
     rig.engine._scheduler.prefill_rate = lambda: 1.0
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
-    tier = open_tier(rig.engine, configure(folder, revision), digest, runtime)
-    assert tier is not None
+    tiers = open_tiers(rig.engine, configure(folder, revision), observe_pod({"POD_NAME": "w-0"}), digest, runtime)
+    assert tiers is not None
+    assert tiers.disk is not None
+    tier = tiers.disk
     wait_until(lambda: tier.health.on)
     return rig, tier
 
@@ -65,6 +68,6 @@ def test_without_a_disk_there_is_no_tier() -> None:
     model = HistoryModel()
     rig = Rig(model, 64)  # type: ignore[arg-type]
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
-    assert open_tier(rig.engine, build_config(64, 64), "d", runtime) is None
+    assert open_tiers(rig.engine, build_config(64, 64), observe_pod({"POD_NAME": "w-0"}), "d", runtime) is None
     assert rig.engine._scheduler.loads is None
     rig.close()

@@ -50,7 +50,7 @@ class Offer:
 class BlockSource(Protocol):
     """The way in. Called on the engine thread."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
         in `seconds_per_block`, is sooner. None: nobody knows what computing takes. A source that must ask elsewhere
         says so with a run of no blocks."""

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
+    from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
-    from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
@@ -126,8 +126,8 @@ class _Start:
                 *("engine", "allocating the KV cache", self._build_engine),
                 *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
             ),
-            step("tier", "opening the disk tier", self._open_tier, "engine", "digest"),
-            step("warm_up", "warming up", _warm_up, "engine", "weights", "tier"),
+            step("tiers", "opening the tiers", self._open_tiers, "engine", "digest"),
+            step("warm_up", "warming up", _warm_up, "engine", "weights", "tiers"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
                 *("engine", "client", "digest", "seat", "warm_up"),
@@ -135,7 +135,7 @@ class _Start:
             step(
                 *("worker", "building the application", self._build_worker),
                 *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "prepared", "memory"),
-                *("tier", "server", "warm_up"),
+                *("tiers", "server", "warm_up"),
             ),
         ]
 
@@ -316,12 +316,13 @@ class _Start:
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         return engine, ends
 
-    def _open_tier(self, built: tuple[EngineCore, Ends], digest: str) -> DiskTier | None:
-        if self._config.kv.disk is None:
+    def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
+        kv = self._config.kv
+        if kv.disk is None and kv.store is None:
             return None  # and nothing of it is imported
-        from tandem_worker.process.tiers import open_tier
+        from tandem_worker.process.tiers import open_tiers
 
-        return open_tier(built[0], self._config, digest, self._runtime)
+        return open_tiers(built[0], self._config, self._pod, digest, self._runtime)
 
     def _connect_transport(
         self,
@@ -344,7 +345,7 @@ class _Start:
         server: TcpPrefillServer | None,
         prepared: PreparedWeights,
         memory: MemoryLedger,
-        tier: DiskTier | None,
+        tiers: Tiers | None,
         *_: None,
     ) -> Worker:
         from tandem_worker.engine.execute.pages import BlockPages
@@ -369,7 +370,7 @@ class _Start:
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,
             others=lambda: {} if self._group is None else self._group.leader.gpus,
-            tier=tier,
+            tiers=tiers,
         )
         return Worker(
             config=self._config,
@@ -382,7 +383,7 @@ class _Start:
             hub=hub,
             prefill_server=server,
             prefill_client=client,
-            tier=tier,
+            tiers=tiers,
             grammars=grammars,
             grammars_later=self._is_woken and self._generates(model),
             group=self._group,
@@ -465,7 +466,7 @@ def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
 
 
-def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: DiskTier | None) -> None:
+def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
     engine, ends = built
     on_gpu = model.device.type == "cuda"
     warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tandem_api.launch import WorkerConfig
@@ -35,9 +35,9 @@ class Transport(Protocol):
         ...
 
 
-class Tier(Protocol):
-    def stats(self) -> TierStats:
-        """What the tier has done so far, and what is there now. Any thread."""
+class Tiers(Protocol):
+    def stats(self) -> Sequence[TierStats]:
+        """What every tier has done so far, and what is there now. Any thread."""
         ...
 
 
@@ -61,7 +61,7 @@ class Figures:
         spans: Mapping[str, int],
         files: FileExchange | None = None,
         others: Callable[[], Mapping[int, GpuSample]] = dict,
-        tier: Tier | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """`others`: what the GPUs of the group's other ranks told last."""
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
@@ -72,7 +72,7 @@ class Figures:
         self._start, self._refusals = start, refusals
         self._grammars = grammars
         self._spans, self._files, self._others = spans, files, others
-        self._tier = tier
+        self._tiers = tiers
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
         self.prompts = PromptNames()
@@ -113,5 +113,5 @@ class Figures:
             files=None if self._files is None else self._files.sample(),
             start=self._start.figure(),
             prompts=self.prompts.recent(),
-            tier=None if self._tier is None else self._tier.stats(),
+            tiers=() if self._tiers is None else self._tiers.stats(),
         )

@@ -63,8 +63,8 @@ class WorkerSample:
     """None where it is not known."""
     prompts: Sequence[str] = ()
     """Names of the prompts begun lately."""
-    tier: TierStats | None = None
-    """None where blocks that memory gives up are kept nowhere."""
+    tiers: Sequence[TierStats] = ()
+    """Empty where blocks are kept in memory alone."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -98,7 +98,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         keeps_step_seconds=True,
         start_seconds=None if sample.start is None else sample.start.seconds,
         start_from=None if sample.start is None else sample.start.origin,
-        kv_tiers=_describe_tiers(sample.tier),
+        kv_tiers=_describe_tiers(sample.tiers),
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
@@ -132,7 +132,7 @@ def build_metrics_text(
     _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
-    _add_tier(out, sample.tier)
+    _add_tiers(out, sample.tiers)
     _add_damage(out, sample)
     _add_gpu(out, sample.gpu)
     _add_grammars(out, sample)
@@ -309,25 +309,25 @@ def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
     )
 
 
-def _describe_tiers(tier: TierStats | None) -> list[TierTelemetry]:
-    if tier is None:
+def _describe_tiers(tiers: Sequence[TierStats]) -> list[TierTelemetry]:
+    if not tiers:
         return []
     from tandem_worker.process.tiers import describe_tier
 
-    return [describe_tier(tier)]
+    return [describe_tier(tier) for tier in tiers]
 
 
-def _add_tier(out: Families, tier: TierStats | None) -> None:
-    if tier is not None:
-        from tandem_worker.process.tiers import add_tier
+def _add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:
+    if tiers:
+        from tandem_worker.process.tiers import add_tiers
 
-        add_tier(out, tier)
+        add_tiers(out, tiers)
 
 
 def _add_damage(out: Families, sample: WorkerSample) -> None:
     counts = {} if sample.transfer is None else dict(sample.transfer.integrity_failures)
-    if sample.tier is not None:
-        counts["tier"] = sample.tier.integrity_failures
+    if sample.tiers:
+        counts["tier"] = sum(tier.integrity_failures for tier in sample.tiers)
     out.counters(
         Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
         "What arrived over the KV transport, or from a tier, and was not used, because it was damaged or not what was "

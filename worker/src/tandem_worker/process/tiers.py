@@ -2,53 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_api.launch import WorkerConfig
 from tandem_api.telemetry import Metric, TierTelemetry
 
+from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.families import Families
 
 if TYPE_CHECKING:
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.tiers.disk import DiskTier
+    from tandem_worker.tiers.format import TierKey
+    from tandem_worker.tiers.mooncake.tier import StoreTier
     from tandem_worker.tiers.stats import TierStats
 
 
-def open_tier(engine: EngineCore, config: WorkerConfig, digest: str, runtime: Runtime) -> DiskTier | None:
-    """Joined with an engine that has computed nothing yet. It looks at its volume while the worker goes on starting;
-    what is wrong with that ends nothing.
+@dataclass(slots=True, kw_only=True)
+class Tiers:
+    """What a worker has below memory."""
+
+    disk: DiskTier | None = None
+    store: StoreTier | None = None
+    """What it shares with other workers."""
+
+    @property
+    def sinks(self) -> list[DiskTier | StoreTier]:
+        """Where blocks go that memory offers."""
+        return [tier for tier in (self.disk, self.store) if tier is not None]
+
+    def stats(self) -> list[TierStats]:
+        """Of every tier. Any thread."""
+        return [tier.stats() for tier in self.sinks]
+
+    def flush(self, seconds: float) -> None:
+        """Blocks that are in memory alone go to the tiers, for so long at most. Blocks the calling thread."""
+        for tier in self.sinks:
+            tier.flush(seconds / len(self.sinks))
+
+    def close(self) -> None:
+        """Nothing is read or written any more."""
+        for tier in self.sinks:
+            tier.close()
+
+
+def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: str, runtime: Runtime) -> Tiers | None:
+    """Joined with an engine of one rank that has computed nothing yet. Disk and store are looked at while the worker
+    goes on starting; what is wrong with them ends nothing. None: blocks are kept in memory alone.
 
     Raises ThreadStartError.
     """
-    wanted = config.kv.disk
-    if wanted is None:
+    if config.kv.disk is None and config.kv.store is None:
         return None
-    from tandem_worker.tiers.disk import DiskLimits, DiskTier
+    from tandem_worker.tiers.combined import CombinedTier
+    from tandem_worker.tiers.fanout import SinkFanout
     from tandem_worker.tiers.format import TierKey
     from tandem_worker.tiers.memory import open_memory
     from tandem_worker.transfer.layout import KVLayout
 
-    memory = open_memory(engine.kv_cache)
     layout = KVLayout.of(engine.kv_cache.spec).fingerprint
-    tier = DiskTier(
-        Path(wanted.path),
-        TierKey(model_digest=digest, revision=config.revision, layout=layout),
-        memory,
-        engine.kv_cache.spec.block_size,
-        DiskLimits(
-            size_bytes=wanted.size_bytes,
-            write_through=wanted.write_through,
-            max_daily_writes=wanted.max_daily_writes,
-        ),
-        runtime.vitals,
+    key = TierKey(model_digest=digest, revision=config.revision, layout=layout)
+    tiers = Tiers()
+    if config.kv.disk is not None:
+        tiers.disk = _build_disk(engine, config, key, runtime)
+    if config.kv.store is not None:
+        tiers.store = _build_store(engine, config, key, pod, runtime)
+    cold_blocks = max(tier.plan_cold_blocks(engine.kv_cache.num_blocks) for tier in tiers.sinks)
+    sink = SinkFanout(tiers.sinks)
+    combined = CombinedTier(tiers.sinks, sink)
+    sink.bind(engine.open_desk(combined, cold_blocks=cold_blocks, fence=open_memory(engine.kv_cache).fence))
+    for tier in tiers.sinks:
+        tier.start()
+    return tiers
+
+
+def _build_disk(engine: EngineCore, config: WorkerConfig, key: TierKey, runtime: Runtime) -> DiskTier:
+    from tandem_worker.tiers.disk import DiskLimits, DiskTier
+    from tandem_worker.tiers.memory import open_memory
+
+    wanted = config.kv.disk
+    assert wanted is not None
+    limits = DiskLimits(
+        size_bytes=wanted.size_bytes, write_through=wanted.write_through, max_daily_writes=wanted.max_daily_writes
     )
-    cold_blocks = tier.plan_cold_blocks(engine.kv_cache.num_blocks)
-    tier.bind(engine.open_desk(tier, cold_blocks=cold_blocks, fence=memory.fence))
-    tier.start()
-    return tier
+    memory, block_size = open_memory(engine.kv_cache), engine.kv_cache.spec.block_size
+    return DiskTier(Path(wanted.path), key, memory, block_size, limits, runtime.vitals)
+
+
+def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: PodFacts, runtime: Runtime) -> StoreTier:
+    from tandem_worker.tiers.memory import open_memory
+    from tandem_worker.tiers.mooncake.tier import StoreTier
+
+    wanted = config.kv.store
+    assert wanted is not None
+    address = f"{pod.pod_ip}:{wanted.port}"
+    return StoreTier(address, key, open_memory(engine.kv_cache), engine.kv_cache.spec.block_size, runtime.vitals)
 
 
 def describe_tier(stats: TierStats) -> TierTelemetry:
@@ -63,36 +115,46 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
     )
 
 
-def add_tier(out: Families, stats: TierStats) -> None:
-    """The tier's metrics."""
-    tier = {"tier": stats.tier}
-    read, written = tier | {"direction": "read"}, tier | {"direction": "written"}
+def add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:
+    """The tiers' metrics."""
+    labels = [{"tier": stats.tier} for stats in tiers]
+
+    def both(read: str, written: str) -> list[tuple[dict[str, str], float]]:
+        """Values of two fields of every tier."""
+        fields = {"read": read, "written": written}
+        return [
+            (label | {"direction": direction}, getattr(stats, field))
+            for label, stats in zip(labels, tiers, strict=True)
+            for direction, field in fields.items()
+        ]
+
+    def each(field: str) -> list[tuple[dict[str, str], float]]:
+        return [(label, getattr(stats, field)) for label, stats in zip(labels, tiers, strict=True)]
+
     out.counters(
         Metric.WORKER_KV_TIER_TOKENS_TOTAL,
         "Tokens whose blocks came back from a tier for a request, and of those that were written to it.",
-        [(read, stats.tokens_read), (written, stats.tokens_written)],
+        both("tokens_read", "tokens_written"),
     )
     out.counters(
         Metric.WORKER_KV_TIER_BYTES_TOTAL,
         "Bytes read from a tier and found intact, and bytes written to it.",
-        [(read, stats.bytes_read), (written, stats.bytes_written)],
+        both("bytes_read", "bytes_written"),
     )
     out.counters(
         Metric.WORKER_KV_TIER_SECONDS_TOTAL,
         "What that took, checking and copying included, of all threads together.",
-        [(read, stats.seconds_reading), (written, stats.seconds_writing)],
+        both("seconds_reading", "seconds_writing"),
     )
-    out.counters(
-        Metric.WORKER_KV_TIER_EVICTIONS_TOTAL, "Blocks that a tier gave up for others.", [(tier, stats.evictions)]
-    )
+    out.counters(Metric.WORKER_KV_TIER_EVICTIONS_TOTAL, "Blocks that a tier gave up for others.", each("evictions"))
     out.counters(
         Metric.WORKER_KV_LOADS_CUT_TOTAL,
         "Loads that were late: what had not come by then was computed.",
-        [(tier, stats.loads_cut)],
+        each("loads_cut"),
     )
-    out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", [(tier, stats.stored_tokens)])
+    out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", each("stored_tokens"))
     out.gauges(
         Metric.WORKER_KV_TIER_READY,
         "1 while a tier is in use, 0 while it is switched off; telemetry says why.",
-        [(tier, int(stats.reason is None))],
+        [(label, int(stats.reason is None)) for label, stats in zip(labels, tiers, strict=True)],
     )

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tandem_worker.host.vitals import Vitals
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
+    from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
-    from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
@@ -53,8 +53,8 @@ class Worker:
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
-    tier: DiskTier | None = None
-    """Disk to which blocks go that memory gives up."""
+    tiers: Tiers | None = None
+    """None where blocks are kept in memory alone."""
     grammars: GrammarCompiler
     grammars_later: bool = False
     """The process that compiles grammars is not started yet, and is to be once nobody waits for the first answer."""
@@ -97,8 +97,8 @@ class Worker:
 
     def flush(self, seconds: float) -> None:
         """Blocks that are in memory alone go to the disk, for so long at most. Blocks the calling thread."""
-        if self.tier is not None and self.engine.failure is None and seconds > 0:
-            self.tier.flush(seconds)
+        if self.tiers is not None and self.engine.failure is None and seconds > 0:
+            self.tiers.flush(seconds)
 
     def close(self) -> None:
         """End everything at once: peers first, whose blocks the engine holds, then the engine and its processes."""
@@ -107,8 +107,8 @@ class Worker:
         if self.prefill_client is not None:
             self.prefill_client.close()
         self.pages.stop()
-        if self.tier is not None:
-            self.tier.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self.engine.stop(timeout=5.0)
         self.grammars.close()
         if self.group is not None:

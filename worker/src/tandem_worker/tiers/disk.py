@@ -33,7 +33,7 @@ from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
-from tandem_worker.tiers.shelf import DiskShelf
+from tandem_worker.tiers.slots import DiskSlots
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import SegmentStore
 from tandem_worker.tiers.writer import BlockWriter
@@ -93,11 +93,11 @@ class DiskTier:
         self._memory = memory
         self._counters = Counters(block_size)
         self.health = TierHealth()
-        shelf = DiskShelf(self._store, key)
-        self._pool = LoadPool(shelf, key, memory, self.health, self._counters, clock)
+        slots = DiskSlots(self._store, key)
+        self._pool = LoadPool(slots, key, memory, self.health, self._counters, clock)
         self.health.on_off = self._go_off
         self._writer = BlockWriter(
-            shelf, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
+            slots, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
         )
         self._closed = threading.Event()
         self._flush_until: float | None = None
@@ -168,7 +168,7 @@ class DiskTier:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on:
@@ -201,6 +201,11 @@ class DiskTier:
 
     def due(self) -> None:
         self._writer.due()
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether it is in use. Any thread."""
+        return self.health.on
 
     def offered(self, offer: Offer | None) -> None:
         self._writer.offered(offer)

@@ -21,7 +21,7 @@ from tandem_worker.tiers.format import TierKey, is_intact
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import cut_after, plan_pieces, predict_seconds
-from tandem_worker.tiers.shelf import Shelf
+from tandem_worker.tiers.slots import SlotStore
 from tandem_worker.tiers.stats import Counters
 from tandem_worker.tiers.store import Place
 from tandem_worker.transfer.contract import BandwidthMeter
@@ -66,7 +66,7 @@ class LoadPool:
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: SlotStore,
         key: TierKey,
         memory: BlockMemory,
         health: TierHealth,
@@ -76,7 +76,7 @@ class LoadPool:
     ) -> None:
         """`num_readers`: threads that are given to `run_reader`."""
         self._num_readers = num_readers
-        self._shelf, self._key, self._memory, self._health, self._counters = shelf, key, memory, health, counters
+        self._slots, self._key, self._memory, self._health, self._counters = slots, key, memory, health, counters
         self._clock = clock
         self._wake = threading.Condition()
         """Guards what follows; never taken while a load's lock is held by the same thread."""
@@ -91,7 +91,7 @@ class LoadPool:
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
-        self._most = max(1, PIECE_BYTES // shelf.geometry.slot_bytes)
+        self._most = max(1, PIECE_BYTES // slots.geometry.slot_bytes)
 
     @property
     def rate(self) -> float | None:
@@ -105,7 +105,7 @@ class LoadPool:
 
     def predict(self, num_blocks: int, num_pieces: int) -> float:
         """Seconds until so many blocks would be there."""
-        size = self._shelf.geometry.slot_bytes
+        size = self._slots.geometry.slot_bytes
         return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, self._num_readers, self._meter.rate)
 
     def count_pieces(self, places: Sequence[Place]) -> int:
@@ -114,7 +114,7 @@ class LoadPool:
 
     def start(self, order: LoadOrder, places: Sequence[Place]) -> None:
         """Begin with it. Any thread."""
-        size = self._shelf.geometry.slot_bytes
+        size = self._slots.geometry.slot_bytes
         count = len(places)
         load = _Load(order, list(places), self._clock(), count * size, arrived=[False] * count, limit=count)
         with self._wake:
@@ -147,7 +147,7 @@ class LoadPool:
 
     def run_reader(self) -> None:
         """One thread's work until `close`."""
-        rows = self._shelf.allocate(self._most)
+        rows = self._slots.allocate(self._most)
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:
@@ -161,7 +161,7 @@ class LoadPool:
                     self._bring(load, first, end, rows)
             finally:
                 with self._wake:
-                    self._queued_bytes -= (end - first) * self._shelf.geometry.slot_bytes
+                    self._queued_bytes -= (end - first) * self._slots.geometry.slot_bytes
                     del self._busy_since[threading.get_ident()]
             if load.valid >= load.limit:
                 self._end(load)
@@ -196,11 +196,11 @@ class LoadPool:
             return any(self._clock() - since > FROZEN_SECONDS for since in self._busy_since.values())
 
     def _bring(self, load: _Load, first: int, end: int, rows: np.ndarray) -> None:
-        """Read, verify and copy blocks `first` to `end` of a load, which follow one another on the shelf."""
+        """Read, verify and copy blocks `first` to `end` of a load, which follow one another in the store."""
         began, count = self._clock(), end - first
         places, names = load.places[first:end], load.order.names[first:end]
         try:
-            got = self._shelf.read(places, names, rows)
+            got = self._slots.read(places, names, rows)
         except TierError as error:
             load.stop_at(first)
             self._health.fail(error)
@@ -211,15 +211,15 @@ class LoadPool:
                 return
             if good:
                 self._memory.copy_in(
-                    rows[:good], self._shelf.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
+                    rows[:good], self._slots.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
                 )
             load.arrived[first : first + good] = [True] * good
             while load.valid < len(load.arrived) and load.arrived[load.valid]:
                 load.valid += 1
         seconds = self._clock() - began
-        self._shelf.use(places[0])
-        self._counters.count_read(good * self._shelf.geometry.slot_bytes, seconds)
-        self._meter.observe(count * self._shelf.geometry.slot_bytes, seconds)
+        self._slots.use(places[0])
+        self._counters.count_read(good * self._slots.geometry.slot_bytes, seconds)
+        self._meter.observe(count * self._slots.geometry.slot_bytes, seconds)
         if good == count:
             return
         load.stop_at(first + good)
@@ -230,13 +230,13 @@ class LoadPool:
 
     def _count_intact(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
         for row, (place, name) in enumerate(zip(places, names, strict=True)):
-            if not is_intact(rows[row].data, self._shelf.geometry, self._key, name, self._shelf.seed(place)):
+            if not is_intact(rows[row].data, self._slots.geometry, self._key, name, self._slots.seed(place)):
                 return row
         return len(places)
 
     def _discard(self, place: Place, name: bytes) -> None:
         try:
-            self._shelf.discard(place, name)
+            self._slots.discard(place, name)
         except TierError as error:
             self._health.fail(error)
 

@@ -18,7 +18,7 @@ from tandem_worker.tiers.errors import TierError
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import WriteBudget, plan_batch
-from tandem_worker.tiers.shelf import Shelf
+from tandem_worker.tiers.slots import SlotStore
 from tandem_worker.tiers.stats import Counters
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class BlockWriter:
 
     def __init__(
         self,
-        shelf: Shelf,
+        slots: SlotStore,
         memory: BlockMemory,
         health: TierHealth,
         counters: Counters,
@@ -40,13 +40,13 @@ class BlockWriter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._shelf, self._memory, self._health, self._counters = shelf, memory, health, counters
+        self._slots, self._memory, self._health, self._counters = slots, memory, health, counters
         self.budget = budget
         self._clock, self._wall = clock, wall
         self._due = threading.Event()
         self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
-        self._count = plan_batch(shelf.geometry.slot_bytes)
-        self._rows = shelf.allocate(self._count)
+        self._count = plan_batch(slots.geometry.slot_bytes)
+        self._rows = slots.allocate(self._count)
         self._busy_since: float | None = None
         self._closed = False
         self.engine: TierEngine | None = None
@@ -61,7 +61,7 @@ class BlockWriter:
 
     def passes(self, name: bytes, reused: bool) -> bool:
         """On the engine thread: the block is there, or is not worth being written."""
-        return self._shelf.has(name) or not self.budget.admits(reused=reused, now=self._wall())
+        return self._slots.has(name) or not self.budget.admits(reused=reused, now=self._wall())
 
     @property
     def busy_seconds(self) -> float:
@@ -110,19 +110,19 @@ class BlockWriter:
     def _write(self, engine: TierEngine, offer: Offer, order: slice) -> None:
         began = self._clock()
         ids, names = offer.block_ids[order], offer.names[order]
-        start = self._shelf.geometry.slot_header_bytes
+        start = self._slots.geometry.slot_header_bytes
         try:
             self._memory.copy_out(ids, self._rows[: len(ids)], start, offer.fence)
         finally:
             engine.hand_back(offer)
         self._busy_since = self._clock()
         try:
-            written = self._shelf.write(names, self._rows[: len(ids)])
+            written = self._slots.write(names, self._rows[: len(ids)])
         except TierError as error:
             self._health.fail(error)
             return
         finally:
             self._busy_since = None
-        num_bytes = written * self._shelf.geometry.slot_bytes
+        num_bytes = written * self._slots.geometry.slot_bytes
         self.budget.record(num_bytes, self._wall())
         self._counters.count_written(written, num_bytes, self._clock() - began)

@@ -22,7 +22,7 @@ from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, PIECE_BYTES, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.mooncake.client import MooncakeClient
-from tandem_worker.tiers.mooncake.shelf import ObjectShelf
+from tandem_worker.tiers.mooncake.objects import ObjectSlots
 from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner, plan_batch
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import Place
@@ -63,13 +63,13 @@ class StoreTier:
             block_size,
             retry_seconds,
         )
-        self._shelf = ObjectShelf(self._client, key, memory.layer_bytes, clock)
+        self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
         self._counters = Counters(block_size, tier="store")
         self.health = TierHealth("store")
         self.health.on_off = self._go_off
-        self._pool = LoadPool(self._shelf, key, memory, self.health, self._counters, clock, NUM_READERS)
-        self._writer = BlockWriter(self._shelf, memory, self.health, self._counters, WriteBudget(None), clock)
-        self._probe_rows = self._shelf.allocate(batch)
+        self._pool = LoadPool(self._slots, key, memory, self.health, self._counters, clock, NUM_READERS)
+        self._writer = BlockWriter(self._slots, memory, self.health, self._counters, WriteBudget(None), clock)
+        self._probe_rows = self._slots.allocate(batch)
         self._asks: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._asking: dict[int, tuple[LoadOrder, float]] = {}
         """Orders to look up, and when each is cut. Guarded by the lock."""
@@ -136,17 +136,17 @@ class StoreTier:
             self._counters.read(),
             reason=None if cause is None else cause.reason,
             message="" if cause is None else cause.message,
-            stored_tokens=len(self._shelf) * self._block_size,
+            stored_tokens=len(self._slots) * self._block_size,
         )
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None) -> Run | None:
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on or not names:
             return None
-        count = self._shelf.count_known(names)
+        count = self._slots.count_known(names)
         if count is None:
             return Run(count=0, seconds=0.0)
         seconds = self._pool.predict(count, self._pool.count_pieces(_place(count)))
@@ -182,6 +182,11 @@ class StoreTier:
     def due(self) -> None:
         self._writer.due()
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether it is in use. Any thread."""
+        return self.health.on
+
     def offered(self, offer: Offer | None) -> None:
         self._writer.offered(offer)
 
@@ -209,7 +214,7 @@ class StoreTier:
             if order.load not in self._asking:
                 continue
             try:
-                self._shelf.ask(order.asks)
+                self._slots.ask(order.asks)
             except TierError as error:
                 self.health.fail(error)
             self._end_asks(self._take_asks(lambda each, order=order: each.load == order.load))
@@ -222,7 +227,7 @@ class StoreTier:
             now = self._clock()
             late = self._take_asks(lambda _: True, before=now)
             for order in late:
-                self._shelf.note_absent(order.asks[:1])
+                self._slots.note_absent(order.asks[:1])
             self._end_asks(late, cut=True)
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
@@ -256,7 +261,7 @@ class StoreTier:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block
         if rate is None or per_block is None:
             return
-        rate, slot_bytes = rate * NUM_READERS, self._shelf.geometry.slot_bytes
+        rate, slot_bytes = rate * NUM_READERS, self._slots.geometry.slot_bytes
         if is_slow(rate, slot_bytes, per_block):
             self.health.fail(
                 TierError(
@@ -273,7 +278,7 @@ class StoreTier:
         except TierError as error:
             self.health.fail(error)
             return
-        self._shelf.forget()
+        self._slots.forget()
         if self._probe(len(self._probe_rows)):
             self.health.recover()
             self._writer.due()  # whatever has become due meanwhile was told once
@@ -281,12 +286,12 @@ class StoreTier:
     def _probe(self, count: int) -> bool:
         """Write and read `count` objects; whether that is possible."""
         try:
-            seconds = self._shelf.probe(self._probe_rows[:count])
+            seconds = self._slots.probe(self._probe_rows[:count])
         except TierError as error:
             self.health.fail(error)
             return False
         if not self.health.on:
-            self._pool.set_rate(count * self._shelf.geometry.slot_bytes, seconds)
+            self._pool.set_rate(count * self._slots.geometry.slot_bytes, seconds)
         return True
 
 

@@ -14,7 +14,7 @@ from tandem_worker.tiers.memory import allocate_rows
 from tandem_worker.tiers.store import Place, SegmentStore
 
 
-class Shelf(Protocol):
+class SlotStore(Protocol):
     """Any thread, but for `write`, which one thread calls. Every method raises TierError where it cannot answer."""
 
     @property
@@ -50,8 +50,8 @@ class Shelf(Protocol):
         ...
 
 
-class DiskShelf:
-    """A disk's segments as a `Shelf`."""
+class DiskSlots:
+    """A disk's segments as a `SlotStore`."""
 
     def __init__(self, store: SegmentStore, key: TierKey) -> None:
         self._store, self._key = store, key
@@ -107,11 +107,13 @@ class DiskShelf:
         return written
 
 
-def fill_headers(shelf: Shelf, key: TierKey, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> None:
+def fill_headers(
+    slots: SlotStore, key: TierKey, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray
+) -> None:
     """Write the slots' headers into `rows`, with the sums of the blocks that stand there."""
-    geometry = shelf.geometry
+    geometry = slots.geometry
     start = geometry.slot_header_bytes
     for place, name, row in zip(places, names, rows, strict=True):
-        block, seed = row[start : start + geometry.block_bytes].data, shelf.seed(place)
+        block, seed = row[start : start + geometry.block_bytes].data, slots.seed(place)
         header = pack_slot(key, name, seed, sum_layers(block, geometry.layer_bytes, name, seed))
         row[: len(header)] = np.frombuffer(header, np.uint8)

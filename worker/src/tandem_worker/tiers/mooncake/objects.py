@@ -17,7 +17,7 @@ import numpy as np
 from tandem_worker.tiers.errors import STORE_FAILED, STORE_FULL, STORE_UNREACHABLE, TierError
 from tandem_worker.tiers.format import Geometry, TierKey, plan_geometry
 from tandem_worker.tiers.mooncake.client import MooncakeClient
-from tandem_worker.tiers.shelf import fill_headers
+from tandem_worker.tiers.slots import fill_headers
 from tandem_worker.tiers.store import Place
 
 ASK_SECONDS, MOVE_SECONDS = 1.0, 3.0
@@ -39,8 +39,8 @@ _SEED = 0x4552_4F54_534B_564D
 _PRESENT = 0.0
 
 
-class ObjectShelf:
-    """`tiers.shelf.Shelf`."""
+class ObjectSlots:
+    """`tiers.slots.SlotStore`."""
 
     def __init__(
         self,

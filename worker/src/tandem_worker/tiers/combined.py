@@ -1,0 +1,59 @@
+"""Several sources and sinks beside each other, as one tier of the engine's.
+
+Of the sources that have a beginning of what is wanted the one is taken with which the whole of it is there soonest:
+what it brings, and the rest computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer, Run
+
+
+class CombinedTier:
+    """`engine.tiers.Tier`, on the engine's thread."""
+
+    def __init__(self, sources: Sequence[BlockSource], sink: BlockSink | None = None) -> None:
+        """Sources that are as good as each other are asked in this order."""
+        self._sources, self._sink = sources, sink
+        self._found: BlockSource | None = None
+        """Whose run `find` named last: a load of it is begun before another is looked for."""
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+        best: tuple[float, float] | None = None
+        chosen: Run | None = None
+        for source in self._sources:
+            run = source.find(names, seconds_per_block, holder)
+            if run is None:
+                continue
+            cost = _cost(run, len(names), seconds_per_block)
+            if best is None or cost < best:
+                best, chosen, self._found = cost, run, source
+        return chosen
+
+    def start_load(self, order: LoadOrder) -> None:
+        assert self._found is not None, "find comes before start_load"
+        self._found.start_load(order)
+
+    def cancel(self, load: int) -> None:
+        for source in self._sources:
+            source.cancel(load)
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return self._sink is None or self._sink.passes(name, reused)
+
+    def due(self) -> None:
+        if self._sink is not None:
+            self._sink.due()
+
+    def offered(self, offer: Offer | None) -> None:
+        if self._sink is not None:
+            self._sink.offered(offer)
+
+
+def _cost(run: Run, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
+    """Seconds until all that is wanted is there; where nobody knows what computing takes, who has most comes first."""
+    if seconds_per_block is None:
+        return -run.count, run.seconds
+    return run.seconds + (wanted - run.count) * seconds_per_block, run.seconds
