@@ -137,6 +137,7 @@ _LIMITS = (
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
+    _Limit(".kv.store", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.store)"),
     _Limit(
         ".kv.transport",
         "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",
@@ -240,6 +241,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         (guesses.method, guesses.max_tokens, guesses.adaptive, guesses.history) != ("Off", 8, True, "64Mi"),
         kv.memory is not None,
         kv.disk is not None,
+        kv.store is not None,
         kv.transport != "Auto",
         not kv.verify,
         spec.gateway.link != "HTTP",

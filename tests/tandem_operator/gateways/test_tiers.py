@@ -112,3 +112,11 @@ def test_of_several_gateways_the_newest_sample_counts() -> None:
     old, new = report("a", 9.0, tell(None)), report("b", 1.0, tell("VolumeSlow"))
     assert _tiers([old, new])["w"].reason == _tiers([new, old])["w"].reason == "VolumeSlow"
     assert _tiers([report("a", 1.0)]) == {}
+
+
+def test_a_store_is_no_disk() -> None:
+    store = TierTelemetry(tier="store", reason="StoreFull")
+    told = [report("a", 1.0, store, TierTelemetry(tier="disk", reason="VolumeFull"))]
+    assert _tiers(told)["w"].reason == "VolumeFull"
+    assert _tiers(told, "store")["w"].reason == "StoreFull"
+    assert _tiers([report("a", 1.0, store)]) == {}

@@ -70,6 +70,8 @@ class FleetView:
     """Workers that are not ready, by the name of the pod: its address, and what it says that it is doing."""
     tiers: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
     """What workers say of the disks that they keep blocks on, by the name of the pod; of others there is nothing."""
+    stores: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
+    """As `tiers`, of the store that workers share blocks through."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -180,6 +182,7 @@ class FleetWatch:
             },
             starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
             tiers=_tiers(self.reports(key)),
+            stores=_tiers(self.reports(key), "store"),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -283,6 +286,7 @@ class FleetWatch:
             dict(view.silent),
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
+            {name: tier.reason for name, tier in view.stores.items()},
             view.asked,
         )
         if told != model.told:
@@ -377,17 +381,18 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
     return found
 
 
-def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
-    """What workers tell of their tiers, by worker. Of several samples of one worker the newest counts."""
+def _tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
+    """What workers tell of their tiers of one kind, by worker. Of several samples of one worker the newest counts."""
     found: dict[str, tuple[float, TierTelemetry]] = {}
     for report in reports:
         for worker in report.workers:
             sample = worker.telemetry
-            if sample is None or not sample.kv_tiers:
+            told = None if sample is None else next((tier for tier in sample.kv_tiers if tier.tier == kind), None)
+            if told is None:
                 continue
             age = worker.telemetry_age or 0.0
             if worker.name not in found or age < found[worker.name][0]:
-                found[worker.name] = age, sample.kv_tiers[0]
+                found[worker.name] = age, told
     return {name: tier for name, (_, tier) in found.items()}
 
 

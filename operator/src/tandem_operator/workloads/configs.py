@@ -24,6 +24,7 @@ from tandem_api.launch import (
     GroupConfig,
     KVConfig,
     KVDiskConfig,
+    KVStoreConfig,
     ModelSource,
     PackedForm,
     SchedulerConfig,
@@ -70,7 +71,12 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             history_bytes=int(parse_quantity(spec.engine.speculative.history)),
         ),
         max_model_len=spec.engine.max_model_len,
-        kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify, disk=_kv_disk(spec.kv.disk)),
+        kv=KVConfig(
+            memory_bytes=memory,
+            verify=spec.kv.verify,
+            disk=_kv_disk(spec.kv.disk),
+            store=None if spec.kv.store is None else KVStoreConfig(),
+        ),
         scheduler=SchedulerConfig(
             max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens
         ),
