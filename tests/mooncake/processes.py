@@ -45,7 +45,11 @@ class Program:
 
     def start(self) -> None:
         """Returns once it listens."""
-        environment = plan_environment() | {"MC_TCP_PROGRESS_TIMEOUT_SEC": "3", "MC_TCP_STATUS_TIMEOUT_SEC": "3"}
+        environment = plan_environment() | {
+            "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
+            "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+        }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -24,8 +24,8 @@ _LEASE_MILLISECONDS = 500
 """For so long what was read is not given up. Mooncake's own 5 s let no memory turn over under load."""
 _CLIENT_SECONDS = 5
 """A holder that is silent for so long is taken to be gone, and what it has with it."""
-_TIMEOUT_SECONDS = 3
-"""Of one transfer between two holders. Mooncake's own 30 s are spent spinning."""
+_TIMEOUT_SECONDS = 1
+"""Without progress between two holders. Mooncake's own 30 s are spent spinning."""
 _HOLDER_EXTRA = 512 << 20
 """Bytes that a holder takes beside what it keeps."""
 _GRACE_SECONDS = 5

@@ -29,7 +29,6 @@ from tandem_worker.transfer.contract import BandwidthMeter
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 3
-PIECE_BYTES = 4 << 20
 FROZEN_SECONDS = 5.0
 """A call to the system that takes longer than this does not come back, as far as anybody can tell."""
 _IDLE_SECONDS = 0.5
@@ -91,7 +90,7 @@ class LoadPool:
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
-        self._most = max(1, PIECE_BYTES // slots.geometry.slot_bytes)
+        self._most = slots.most_slots
 
     @property
     def rate(self) -> float | None:

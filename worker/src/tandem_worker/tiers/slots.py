@@ -13,12 +13,20 @@ from tandem_worker.tiers.format import Geometry, TierKey, pack_slot, place_of, s
 from tandem_worker.tiers.memory import allocate_rows
 from tandem_worker.tiers.store import Place, SegmentStore
 
+PIECE_BYTES = 4 << 20
+"""What one call reads or writes, about."""
+
 
 class SlotStore(Protocol):
     """Any thread, but for `write`, which one thread calls. Every method raises TierError where it cannot answer."""
 
     @property
     def geometry(self) -> Geometry: ...
+
+    @property
+    def most_slots(self) -> int:
+        """What one `read` or `write` takes at most."""
+        ...
 
     def allocate(self, count: int) -> np.ndarray:
         """`[count, slot_bytes]` uint8 that `read` and `write` take; one thread at a time uses them."""
@@ -60,6 +68,10 @@ class DiskSlots:
     def geometry(self) -> Geometry:
         """Sizes of its slots and segments."""
         return self._store.geometry
+
+    @property
+    def most_slots(self) -> int:
+        return max(1, PIECE_BYTES // self.geometry.slot_bytes)
 
     def allocate(self, count: int) -> np.ndarray:
         return allocate_rows(count, self.geometry.slot_bytes)

@@ -45,7 +45,7 @@ class BlockWriter:
         self._clock, self._wall = clock, wall
         self._due = threading.Event()
         self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
-        self._count = plan_batch(slots.geometry.slot_bytes)
+        self._count = min(plan_batch(slots.geometry.slot_bytes), slots.most_slots)
         self._rows = slots.allocate(self._count)
         self._busy_since: float | None = None
         self._closed = False

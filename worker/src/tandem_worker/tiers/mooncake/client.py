@@ -120,10 +120,10 @@ class MooncakeClient:
         return self._wait(helper, answer, seconds, call)
 
     def close(self) -> None:
-        """End the helper, and all calls."""
+        """End the helper, and all calls. Another one may be started."""
         helper = self._helper
         if helper is not None:
-            self._end(helper, TierError(STORE_UNREACHABLE, "the worker ends"))
+            self._end(helper, TierError(STORE_UNREACHABLE, "it is started again"))
 
     def _wait(self, helper: _Helper, answer: Future[Any], seconds: float, what: str) -> Any:
         try:

@@ -17,13 +17,15 @@ import numpy as np
 from tandem_worker.tiers.errors import STORE_FAILED, STORE_FULL, STORE_UNREACHABLE, TierError
 from tandem_worker.tiers.format import Geometry, TierKey, plan_geometry
 from tandem_worker.tiers.mooncake.client import MooncakeClient
-from tandem_worker.tiers.slots import fill_headers
+from tandem_worker.tiers.slots import PIECE_BYTES, fill_headers
 from tandem_worker.tiers.store import Place
 
 ASK_SECONDS, MOVE_SECONDS = 1.0, 3.0
 """Deadlines of a look-up, and of a `put` or `get` of a few MiB. What is later ends the helper process."""
 ABSENT_SECONDS = 5.0
 """What was not there is not asked for again that long, nor is what could not be had."""
+_MOST_SLOTS = 16
+"""In one `put` or `get`. Where another holder does not answer, Mooncake gives up four of them at a time."""
 _MOST_NAMES = 256
 """In one look-up."""
 _MOST_KNOWN = 1 << 18
@@ -51,6 +53,7 @@ class ObjectSlots:
     ) -> None:
         self._client, self._key, self._clock = client, key, clock
         self.geometry: Geometry = plan_geometry(layer_bytes, 0)
+        self.most_slots = plan_most_slots(self.geometry)
         self._prefix = f"tandem-{key.digest.hex()}-"
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -211,3 +214,8 @@ class ObjectSlots:
             raise TierError(
                 STORE_FULL, f"the store has had no room for {_FULL_SECONDS:g} s; raise spec.kv.store.memory"
             )
+
+
+def plan_most_slots(geometry: Geometry) -> int:
+    """Objects that one call takes."""
+    return max(1, min(_MOST_SLOTS, PIECE_BYTES // geometry.slot_bytes))

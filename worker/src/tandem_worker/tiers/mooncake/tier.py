@@ -19,11 +19,11 @@ from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import STORE_FROZEN, STORE_SLOW, TierError
 from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth
-from tandem_worker.tiers.loads import FROZEN_SECONDS, PIECE_BYTES, LoadPool
+from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.mooncake.client import MooncakeClient
-from tandem_worker.tiers.mooncake.objects import ObjectSlots
-from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner, plan_batch
+from tandem_worker.tiers.mooncake.objects import ObjectSlots, plan_most_slots
+from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import Place
 from tandem_worker.tiers.writer import BlockWriter
@@ -54,9 +54,9 @@ class StoreTier:
     ) -> None:
         """`address`: host:port of the node's `mooncake_client`; `block_size`: tokens per block; `environment`: of the
         helper process."""
-        slot_bytes = plan_geometry(memory.layer_bytes, 0).slot_bytes
-        most, batch = max(1, PIECE_BYTES // slot_bytes), plan_batch(slot_bytes)
-        self._client = MooncakeClient(address, (NUM_READERS * most + 2 * batch) * slot_bytes, environment)
+        geometry = plan_geometry(memory.layer_bytes, 0)
+        piece = plan_most_slots(geometry)
+        self._client = MooncakeClient(address, (NUM_READERS + 2) * piece * geometry.slot_bytes, environment)
         self._vitals, self._clock, self._block_size, self._retry_seconds = (
             vitals or Vitals(),
             clock,
@@ -69,7 +69,7 @@ class StoreTier:
         self.health.on_off = self._go_off
         self._pool = LoadPool(self._slots, key, memory, self.health, self._counters, clock, NUM_READERS)
         self._writer = BlockWriter(self._slots, memory, self.health, self._counters, WriteBudget(None), clock)
-        self._probe_rows = self._slots.allocate(batch)
+        self._probe_rows = self._slots.allocate(piece)
         self._asks: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._asking: dict[int, tuple[LoadOrder, float]] = {}
         """Orders to look up, and when each is cut. Guarded by the lock."""
@@ -272,9 +272,13 @@ class StoreTier:
             )
 
     def _open(self) -> None:
-        """Start a helper where there is none, and write and read; switch the tier on, or say why it stays off."""
+        """Start a helper, and write and read; switch the tier on, or say why it stays off.
+
+        One that runs is no good: a holder that was started again knows nothing of the memory that it shares.
+        """
+        self._client.close()
         try:
-            self._client.start(self._start_thread)
+            self._client.start(lambda name, target: self._vitals.start_thread(name, target, is_over=lambda: True))
         except TierError as error:
             self.health.fail(error)
             return
