@@ -73,7 +73,7 @@ class Memory:
 
 def build(num_blocks: int, num_sinks: int = 2) -> tuple[Memory, list[Recorder]]:
     sinks = [Recorder() for _ in range(num_sinks)]
-    fanout = SinkFanout(sinks)
+    fanout = SinkFanout(sinks, most_kept=3)
     memory = Memory(fanout, num_blocks)
     fanout.bind(memory)
     return memory, sinks
@@ -105,16 +105,18 @@ def test_blocks_stay_pinned_until_the_slower_one_has_copied_them() -> None:
     assert slow.has == fast.has
 
 
-def test_one_that_is_behind_loses_what_the_other_takes_and_no_more() -> None:
-    memory, (fast, slow) = build(6)
-    for _ in range(3):
+def test_one_that_is_behind_loses_what_is_beyond_what_is_kept_for_it() -> None:
+    memory, (fast, slow) = build(8)
+    for _ in range(4):
         fast.engine.offer_blocks(2)
         memory.step()
         fast.copy()
-    assert len(fast.has) == 6
-    slow.engine.offer_blocks(2)
-    slow.copy()
-    assert slow.has == {b"0", b"1"}
+    assert len(fast.has) == 8
+    assert memory.pinned == {0, 1, 2, 3}
+    for _ in range(2):
+        slow.engine.offer_blocks(2)
+        slow.copy()
+    assert slow.has == {b"0", b"1", b"2", b"3"}
     assert not memory.pinned
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tandem_worker.tiers.mooncake.tier import StoreTier
     from tandem_worker.tiers.stats import TierStats
 
+_KEPT_SHARE = 8
+"""One block in so many may be pinned for a tier that writes more slowly than another one."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Tiers:
@@ -72,7 +75,7 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
     if config.kv.store is not None:
         tiers.store = _build_store(engine, config, key, pod, runtime)
     cold_blocks = max(tier.plan_cold_blocks(engine.kv_cache.num_blocks) for tier in tiers.sinks)
-    sink = SinkFanout(tiers.sinks)
+    sink = SinkFanout(tiers.sinks, most_kept=engine.kv_cache.num_blocks // _KEPT_SHARE)
     combined = CombinedTier(tiers.sinks, sink)
     sink.bind(engine.open_desk(combined, cold_blocks=cold_blocks, fence=open_memory(engine.kv_cache).fence))
     for tier in tiers.sinks:

@@ -1,12 +1,14 @@
 """Several sinks beside each other: each block that memory offers goes to all of them that want it.
 
-Memory offers every idle block once, so a sink that is not ready for it is kept an offer, one at the most: what it does
-not keep up with is lost to it, not to the others. An offer is handed back when the last of them has copied it.
+Memory offers every idle block once, so offers are kept for a sink that is not ready for them, up to a number of blocks:
+what it does not keep up with is lost to it, not to the others. An offer is handed back when the last of them has copied
+it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +43,8 @@ class _Seat:
     sink: Sink
     waiting: bool = False
     """It has asked and was not answered yet."""
-    kept: tuple[Offer, _Share] | None = None
+    kept: deque[tuple[Offer, _Share]] = field(default_factory=deque)
+    """Offers that it has not asked for yet."""
     held: list[tuple[Offer, _Share]] = field(default_factory=list)
     """What it has and has not handed back."""
 
@@ -49,7 +52,9 @@ class _Seat:
 class SinkFanout:
     """`engine.tiers.BlockSink`. Bind it with the engine; it binds the sinks with what stands for the engine."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], most_kept: int) -> None:
+        """`most_kept`: blocks that are pinned for one that is behind, about."""
+        self._most_kept = most_kept
         self._seats = [_Seat(sink) for sink in sinks]
         self._lock = threading.Lock()
         self._asked = False
@@ -68,6 +73,7 @@ class SinkFanout:
         return all(not seat.sink.wants_blocks or seat.sink.passes(name, reused) for seat in self._seats)
 
     def due(self) -> None:
+        self._drop_unwanted()
         for seat in self._seats:
             seat.sink.due()
 
@@ -82,7 +88,7 @@ class SinkFanout:
                 if part is not None and share is not None:
                     told += self._give(seat, part, share)
             # To ask on for one that wants nothing of this would take blocks away from one that is behind.
-            ends = offer is None or any(seat.kept is not None for seat in self._seats)
+            ends = offer is None or any(seat.kept for seat in self._seats)
             for seat in self._seats:
                 if seat.waiting and (ends or not seat.sink.wants_blocks):
                     seat.waiting = False
@@ -98,11 +104,11 @@ class SinkFanout:
 
     def _give(self, seat: _Seat, part: Offer, share: _Share) -> list[Callable[[], None]]:
         """Under the lock. What is to be said to the sink afterwards."""
-        if not seat.waiting and seat.kept is not None:
+        if not seat.waiting and sum(len(kept.block_ids) for kept, _ in seat.kept) >= self._most_kept:
             return []
         share.holders += 1
         if not seat.waiting:
-            seat.kept = part, share
+            seat.kept.append((part, share))
             return [seat.sink.due]
         seat.waiting = False
         seat.held.append((part, share))
@@ -110,21 +116,21 @@ class SinkFanout:
 
     def _drop_unwanted(self) -> None:
         """What is kept for a sink that is off would be kept for ever."""
+        dropped: list[_Share] = []
         with self._lock:
-            dropped = [seat.kept for seat in self._seats if seat.kept is not None and not seat.sink.wants_blocks]
             for seat in self._seats:
-                if seat.kept in dropped:
-                    seat.kept = None
-        for kept in dropped:
-            if kept is not None:
-                self._let_go(kept[1])
+                if seat.kept and not seat.sink.wants_blocks:
+                    dropped += [share for _, share in seat.kept]
+                    seat.kept.clear()
+        for share in dropped:
+            self._let_go(share)
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def ask(self, seat: _Seat, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`, of one sink."""
         with self._lock:
-            kept, seat.kept = seat.kept, None
+            kept = seat.kept.popleft() if seat.kept else None
             if kept is not None:
                 seat.held.append(kept)
             else:
