@@ -127,6 +127,15 @@ def test_a_damaged_one_is_removed(rig: Rig) -> None:
     assert rig.slots.count_known(NAMES[:1]) == 0
 
 
+def test_one_of_another_length_makes_room_for_the_block(rig: Rig) -> None:
+    rig.write(NAMES[:2])
+    (key, _) = rig.client.objects
+    rig.client.codes = [[100, rig.slots.geometry.slot_bytes]]
+    assert rig.slots.read(PLACES[:2], NAMES[:2], rig.rows) == 0
+    assert key not in rig.client.objects
+    assert rig.slots.count_known(NAMES[:1]) == 0
+
+
 def test_a_look_up_is_tried_twice(rig: Rig) -> None:
     rig.client.codes = [[-900] * 3]
     rig.slots.ask(NAMES[:3])

@@ -134,6 +134,9 @@ class ObjectSlots:
         good = next((index for index, code in enumerate(codes) if code != self.geometry.slot_bytes), len(codes))
         if good < len(codes):
             self.note_absent(names[good:])
+            strange = [key for key, code in zip(names, codes, strict=True) if 0 <= code != self.geometry.slot_bytes]
+            if strange:  # of another length: nobody else's name is like this, and it would be in the way of the block
+                self._client.call("remove", self._name(strange), seconds=ASK_SECONDS)
             failed = [code for code in codes[good:] if code < 0 and code not in _NOT_THERE]
             if failed:
                 self._fail(f"a block could not be read (Mooncake's code {failed[0]})")
