@@ -1,4 +1,4 @@
-"""A model whose worker keeps what it has computed in Mooncake's store: a real master and holder, behind the policies."""
+"""A worker keeps what it has computed in Mooncake's store: a real master and holder, behind the policies."""
 
 from __future__ import annotations
 
