@@ -13,7 +13,8 @@ from tandem_api import names
 from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry
 from tandem_operator.gateways.tiers import store_condition
-from tandem_operator.objects.manifests import Manifest
+from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.observe.roles import pods_of
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import worker_config
 
@@ -165,3 +166,17 @@ def test_the_condition_says_what_workers_say(
     assert re.search(words, condition.message)
     assert store_condition(blueprint(), stores) == []
     assert store_condition(with_store(suspend=True), stores) == []
+
+
+def test_pods_of_the_master_are_not_the_gateways() -> None:
+    def pod(name: str, owner: str) -> Manifest:
+        return {
+            "metadata": {"name": name, "ownerReferences": [{"kind": "ReplicaSet", "name": owner, "controller": True}]}
+        }
+
+    plan = with_store()
+    gateway = pod(f"{plan.name}-7d9f-x1", f"{plan.name}-7d9f")
+    master = pod(f"{plan.name}-store-5c4b-x2", f"{plan.name}-store-5c4b")
+    live = {ChildKey("Pod", each["metadata"]["name"]): each for each in (gateway, master)}
+    assert pods_of(ChildKey("Deployment", plan.name), live) == [gateway]
+    assert pods_of(ChildKey("Deployment", f"{plan.name}-store"), live) == [master]
