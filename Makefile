@@ -216,6 +216,10 @@ soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and
 bench-kv: setup ## Blocks on a disk: first tokens against computing and memory, and what a step costs beside (idle cores; BENCH="--folder DISK")
 	@$(RUN) python -m bench.kv $(BENCH)
 
+.PHONY: bench-kv-store
+bench-kv-store: setup ## Blocks in Mooncake's store: first tokens against computing, and what a step costs beside (idle cores)
+	@$(RUN) python -m bench.kv.store $(BENCH)
+
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU, latency and memory of the gateway, beside nginx and other gateways where they are installed
 	@$(RUN) python -m bench.gateway.run

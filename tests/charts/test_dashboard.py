@@ -114,7 +114,7 @@ def test_legends_name_labels_that_are_left() -> None:
 def test_what_it_shows() -> None:
     rows = [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"]
     assert rows == [
-        "Fleet", "SLO", "Scaling decisions", "Key-value cache", "Disks for key-value blocks",
+        "Fleet", "SLO", "Scaling decisions", "Key-value cache", "Disks and stores for key-value blocks",
         "GPU and NVLink", "Operator",
     ]  # fmt: skip
 

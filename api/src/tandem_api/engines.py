@@ -152,6 +152,7 @@ _LIMITS = (
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
+    _Limit(".kv.store", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.store)"),
     _Limit(
         ".kv.peers",
         "is of Tandem's own engine, others have connectors of their own: write Off",
@@ -263,6 +264,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         kv.memory is not None,
         kv.disk is not None,
         kv.peers != "Off",
+        kv.store is not None,
         kv.transport != "Auto",
         kv.allow_fallback,
         not kv.verify,

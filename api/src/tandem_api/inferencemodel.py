@@ -705,6 +705,35 @@ class KVDisk(Authored):
     fifths are written, only blocks that more than one request has used are. Without it there is no limit."""
 
 
+class KVStore(Authored):
+    """A store that workers share blocks through, over the network: each keeps a part of it in memory of its own."""
+
+    kind: Literal["Mooncake"] = "Mooncake"
+    """Whose store it is. `Mooncake` is that of the Mooncake project, over TCP."""
+    memory: Annotated[
+        Quantity,
+        Satisfies(
+            "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('64Mi')) >= 0",
+            "must be at least 64Mi",
+        ),
+    ]
+    """What each worker pod gives to the store, for example `16Gi`, beside the worker's own memory. Blocks that were
+    used longest ago are given up when all of it is full."""
+    master: (
+        Annotated[
+            str,
+            Field(max_length=253),
+            Satisfies(
+                "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?:[1-9][0-9]{0,4}$')",
+                "must be host:port of a mooncake_master, for example mooncake-master.kv:50051",
+            ),
+        ]
+        | None
+    ) = None
+    """`host:port` of a `mooncake_master` that runs already and that other models may share. Without it the model gets
+    one of its own."""
+
+
 class KV(Authored):
     model_config = ConfigDict(
         json_schema_extra={
@@ -759,6 +788,10 @@ class KV(Authored):
         if self.allow_fallback and self.transport != "Mooncake":
             raise ValueError(f"allowFallback {_NO_FALLBACK}")
         return self
+
+    store: KVStore | None = None
+    """Share blocks with the model's other workers through a store, where what one has computed others find. Without it
+    each computes for itself. It is for workers of one rank."""
 
     @model_validator(mode="after")
     def _disk_is_larger(self) -> KV:
@@ -1369,6 +1402,10 @@ _LONE_HEAD = (
     "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
     " parallelism at 1"
 )
+_LONE_STORE = (
+    "needs workers of one rank, because the ranks of a group share no blocks through a store yet: leave store out, or"
+    " leave parallelism at 1"
+)
 _TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
 
 
@@ -1497,6 +1534,11 @@ class InferenceModelSpec(Authored):
                     _LONE_HEAD,
                     path=".engine.speculative.draft",
                 ),
+                rule(
+                    f"!has(self.kv) || !has(self.kv.store) || {_is_lone('decode')} && {_is_lone('prefill')}",
+                    _LONE_STORE,
+                    path=".kv.store",
+                ),
                 *foreign_rules(),
             ]
         }
@@ -1563,6 +1605,8 @@ class InferenceModelSpec(Authored):
     def _can_keep_blocks(self) -> InferenceModelSpec:
         if self.kv.disk is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
             raise ValueError(f"kv.disk {_LONE_DISK}")
+        if self.kv.store is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
+            raise ValueError(f"kv.store {_LONE_STORE}")
         return self
 
     @model_validator(mode="after")

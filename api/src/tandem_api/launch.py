@@ -18,6 +18,7 @@ from tandem_api.names import (
     GATEWAY_METRICS_PORT,
     KV_DISK_PATH,
     MODEL_CACHE_PATH,
+    STORE_CLIENT_PORT,
     WORKER_FILES_PORT,
     WORKER_GROUP_PORT,
     WORKER_HTTP_PORT,
@@ -83,6 +84,13 @@ class KVDiskConfig(Wire):
     """Bytes; None: no limit."""
 
 
+class KVStoreConfig(Wire):
+    """The store that workers share blocks through."""
+
+    port: int = STORE_CLIENT_PORT
+    """Where the pod's own `mooncake_client` listens, at the pod's address."""
+
+
 class KVConfig(Wire):
     """The key-value cache of one worker and how its blocks travel."""
 
@@ -105,6 +113,8 @@ class KVConfig(Wire):
     peers: bool = False
     """Give other workers the blocks that they ask for, and ask those that gateways name. For workers of one rank:
     others do neither."""
+    store: KVStoreConfig | None = None
+    """None: blocks are shared through no store."""
 
 
 class Parallelism(Wire):

@@ -134,6 +134,12 @@ WORKER_GROUP_PORT = 6900
 """Port where the ranks of a replica meet."""
 WORKER_FILES_PORT = 6800
 """Port where workers get the model's files from each other. Pods do not declare it: it is for nobody else."""
+STORE_MASTER_PORT = 50051
+"""Where Mooncake's master is asked who has what."""
+STORE_CLIENT_PORT = 50052
+"""Where a pod's own `mooncake_client` is asked by its worker."""
+STORE_DATA_PORTS = (15000, 15015)
+"""Where one `mooncake_client` asks another one: it takes free ones of these."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

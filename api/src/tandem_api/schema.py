@@ -101,6 +101,8 @@ def _printer_columns() -> list[Schema]:
 
 def _structural(source: Schema, *, definitions: Schema, path: str) -> Schema:
     source = _resolve(source, definitions=definitions, path=path)
+    if "const" in source:  # a choice of one
+        source = {key: value for key, value in source.items() if key != "const"} | {"enum": [source["const"]]}
     is_map = source.get("type") == "object" and "properties" not in source
     result: Schema = {}
     for key in _KEPT:

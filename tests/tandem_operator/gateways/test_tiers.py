@@ -122,3 +122,11 @@ def test_of_several_gateways_the_newest_sample_counts() -> None:
     peer = TierTelemetry(tier="peer")
     assert _tiers([report("a", 1.0, peer)]) == {}
     assert _tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"
+
+
+def test_a_store_is_no_disk() -> None:
+    store = TierTelemetry(tier="store", reason="StoreFull")
+    told = [report("a", 1.0, store, TierTelemetry(tier="disk", reason="VolumeFull"))]
+    assert _tiers(told)["w"].reason == "VolumeFull"
+    assert _tiers(told, "store")["w"].reason == "StoreFull"
+    assert _tiers([report("a", 1.0, store)]) == {}

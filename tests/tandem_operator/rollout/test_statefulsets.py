@@ -220,6 +220,18 @@ def test_workers_that_serve_wait_for_the_gateways() -> None:
     assert told(rolled(plan, live)) == (2, 1)
 
 
+def test_they_wait_for_no_other_deployment() -> None:
+    plan = blueprint(decode={"replicas": 2}, rollout={"maxSurge": 0})
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-decode-1")
+    lowered(live, 2)
+    store = copy.deepcopy(live[GATEWAY])
+    store["metadata"]["name"] = "m-store"
+    store["status"]["updatedReplicas"] = 0
+    live[ChildKey("Deployment", "m-store")] = store
+    assert told(rolled(plan, live)) == (2, 1)
+
+
 def test_a_suspension_in_the_middle_of_a_rollout_takes_every_pod() -> None:
     live = serving(blueprint(decode={"replicas": 3}))
     outdated(live, "m-decode-0")

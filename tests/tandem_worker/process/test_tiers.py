@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 from tandem_api.keys import open_ring
-from tandem_api.launch import KVConfig, KVDiskConfig, WorkerConfig
+from tandem_api.launch import KVConfig, KVDiskConfig, KVStoreConfig, WorkerConfig
+from tandem_worker.engine.schedule.idle import WatchedCache
 from tandem_worker.host.environment import observe_pod
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.process.tiers import open_tiers
+from tandem_worker.process.tiers import Tiers, open_tiers
 from tandem_worker.tiers.disk import DiskTier
 
+from tests.mooncake.library import plan_environment
+from tests.mooncake.processes import run_store
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig, build_config
 from tests.tandem_worker.tiers.rig import wait_until
@@ -71,3 +74,40 @@ def test_without_a_disk_there_is_no_tier() -> None:
     assert open_tiers(rig.engine, build_config(64, 64), observe_pod({"POD_NAME": "w-0"}), "d", runtime) is None
     assert rig.engine._scheduler.loads is None
     rig.close()
+
+
+def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in plan_environment().items():
+        monkeypatch.setenv(name, value)
+    runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
+    with run_store(tmp_path) as (_, holder):
+
+        def open_both(folder: str) -> tuple[Rig, Tiers]:
+            model = HistoryModel()
+            rig = Rig(model, 64)  # type: ignore[arg-type]
+            rig.engine._scheduler.prefill_rate = lambda: 1.0
+            config = configure(tmp_path / folder, "r")
+            kv = config.kv.model_copy(update={"store": KVStoreConfig(port=holder.port)})
+            config = config.model_copy(update={"kv": kv})
+            tiers = open_tiers(rig.engine, config, observe_pod({"POD_NAME": "w-0"}), "d", runtime)
+            assert tiers is not None
+            wait_until(lambda: all(tier.health.on for tier in tiers.sinks), 20.0)
+            return rig, tiers
+
+        def close(rig: Rig, tiers: Tiers) -> None:
+            cache = rig.engine._scheduler.blocks.cache
+            assert isinstance(cache, WatchedCache)
+            wait_until(lambda: not cache.is_due and not any(cache._pinned))
+            tiers.close()
+            rig.close()
+
+        first, tiers = open_both("disk")
+        first.run("a", PROMPT)
+        wait_until(lambda: min(each.tokens_written for each in tiers.stats()) >= BLOCK_SIZE * 10)
+        close(first, tiers)
+        for folder, where in (("disk", 0), ("another", 1)):
+            again, tiers = open_both(folder)
+            assert again.run("b", PROMPT) == greedy_answer(PROMPT, 8)
+            assert again.out.last("b").num_cached_tokens == 40
+            assert tiers.stats()[where].tokens_read == 40
+            close(again, tiers)

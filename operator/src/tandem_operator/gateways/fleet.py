@@ -73,6 +73,8 @@ class FleetView:
     """What workers say of the disks that they keep blocks on, by the name of the pod; of others there is nothing."""
     transports: Mapping[str, KVTransportTelemetry] = field(default_factory=dict[str, KVTransportTelemetry])
     """What workers say of how their blocks move, by the name of the pod."""
+    stores: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
+    """As `tiers`, of the store that workers share blocks through."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -184,6 +186,7 @@ class FleetWatch:
             starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
             tiers=_tiers(self.reports(key)),
             transports=_transports(self.reports(key)),
+            stores=_tiers(self.reports(key), "store"),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -288,6 +291,7 @@ class FleetWatch:
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
             summarize(view.transports),
+            {name: tier.reason for name, tier in view.stores.items()},
             view.asked,
         )
         if told != model.told:
@@ -382,13 +386,10 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
     return found
 
 
-def _tiers(reports: Sequence[FleetReport]) -> dict[str, TierTelemetry]:
-    """What workers tell of their disks, by worker."""
+def _tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
+    """What workers tell of their tiers of one kind, by worker."""
     return {
-        name: tier
-        for name, sample in _newest_samples(reports).items()
-        for tier in sample.kv_tiers
-        if tier.tier == "disk"
+        name: tier for name, sample in _newest_samples(reports).items() for tier in sample.kv_tiers if tier.tier == kind
     }
 
 

@@ -198,7 +198,7 @@ def pods_of(workload: ChildKey, live: Children) -> list[Manifest]:
             if key.kind == POD.name
             and key.name.startswith(prefix)
             and (owner := controller_of(pod) or {}).get("kind") == "ReplicaSet"
-            and str(owner.get("name")).startswith(prefix)
+            and str(owner.get("name")).rpartition("-")[0] == workload.name
         ]
     uid = dig(live.get(workload), "metadata", "uid")
     prefix = f"{workload.name}-"  # cheaper to look at than owners, of thousands of pods

@@ -20,7 +20,7 @@ from tandem_operator.gateways.admission import (
 )
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.gateways.routing import seconds_left
-from tandem_operator.gateways.tiers import tiers_condition
+from tandem_operator.gateways.tiers import store_condition, tiers_condition
 from tandem_operator.gateways.transports import transport_condition
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import Children, format_time
@@ -124,6 +124,7 @@ class Reporter:
                 *self._contention.condition(look.key),
                 *tiers_condition(decided.blueprint, self._fleet.view(look.key).tiers),
                 *transport_condition(decided.blueprint, self._fleet.view(look.key).transports),
+                *store_condition(decided.blueprint, self._fleet.view(look.key).stores),
             ],
         )
 

@@ -95,7 +95,7 @@ def plan_stateful_sets(
         elif key in by_key:
             # A new one is at rest from the start: whoever writes another template into it replaces nothing by that.
             by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
-    gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
+    gateways = [child for key, child in live.items() if key == ChildKey(DEPLOYMENT.name, blueprint.name)]
     # Gateways know how to ask the workers of the release before theirs, and not what those of the next one want.
     only_down = waiting or not all(map(is_rolled_out, gateways))
     # What one role is about to become is not known while it is held: the other one waits for it.

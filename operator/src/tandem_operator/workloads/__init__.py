@@ -13,6 +13,7 @@ from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import build_config_map, gateway_config, worker_config
 from tandem_operator.workloads.gateway import build_deployment, build_gateway
 from tandem_operator.workloads.policies import build_network_policies
+from tandem_operator.workloads.store import build_store
 from tandem_operator.workloads.workers import build_stateful_set, build_workers
 
 __all__ = ["Blueprint", "Built", "build_children", "build_possible"]
@@ -45,7 +46,7 @@ def build_children(blueprint: Blueprint) -> list[Manifest]:
 
 def build_possible(blueprint: Blueprint) -> Built:
     """Every child but the workloads that cannot be made, in the order of creation."""
-    children = [*build_access(blueprint), *build_network_policies(blueprint)]
+    children = [*build_access(blueprint), *build_network_policies(blueprint), *build_store(blueprint)]
     refused: dict[ChildKey, InvalidOverlayError] = {}
     for role in (Role.GATEWAY, *blueprint.worker_roles):
         is_gateway = role is Role.GATEWAY

@@ -86,11 +86,12 @@ def pod_template(
 
 
 _CONFINED_POD: Manifest = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-_CONFINED: Manifest = {
+CONFINED: Manifest = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+"""Of every container that the operator writes."""
 
 
 def _confined(template: Manifest, name: str, *, path: str) -> Manifest:
@@ -105,7 +106,7 @@ def _confined(template: Manifest, name: str, *, path: str) -> Manifest:
     if not any(container.get("name") == name for container in containers):
         raise InvalidOverlayError(f"{path}.spec.containers must keep {name}: it is what the pod is for")
     confined: list[Manifest] = [
-        container | {"securityContext": _completed(container.get("securityContext"), _CONFINED)}
+        container | {"securityContext": _completed(container.get("securityContext"), CONFINED)}
         if container.get("name") == name
         else container
         for container in containers
@@ -133,7 +134,7 @@ def _hardened(container: Manifest, blueprint: Blueprint, workload: Workload) -> 
             {"name": "tmp", "mountPath": "/tmp"},
             *container["volumeMounts"],
         ],
-        "securityContext": _CONFINED,
+        "securityContext": CONFINED,
     }
 
 

@@ -18,6 +18,8 @@ from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
 from tandem_operator.workloads.prewarm import COMPONENT
+from tandem_operator.workloads.store import COMPONENT as STORE
+from tandem_operator.workloads.store import build_store, master_address, master_name
 from tandem_operator.workloads.transports import may_use_mooncake
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
@@ -38,6 +40,7 @@ def build_network_policies(blueprint: Blueprint) -> list[Manifest]:
     return [
         *(_build_worker_policy(blueprint, role) for role in blueprint.worker_roles),
         _build_gateway_policy(blueprint),
+        *_build_master_policy(blueprint),
     ]
 
 
@@ -66,6 +69,8 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
         for other in blueprint.worker_roles:
             ingress.append(_from(blueprint, component_of(other), [_tcp(names.WORKER_FILES_PORT)]))
             egress.append(_to(blueprint, component_of(other), [_tcp(names.WORKER_FILES_PORT)]))
+    more_in, more_out = _store_rules(blueprint)
+    ingress, egress = ingress + more_in, egress + more_out
     if blueprint.worker_spec(role).nodes_per_replica > 1:
         # Ranks meet at the leader's group port and then connect to each other at ports that the kernel chooses.
         group = [_tcp(names.WORKER_GROUP_PORT), _tcp(*_EPHEMERAL_PORTS)]
@@ -73,6 +78,34 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
         egress.append(_to(blueprint, component_of(role), group))
     egress += _hub_rules(blueprint) + _tracing_rules(blueprint)
     return _build_policy(blueprint, role, ingress=ingress, egress=egress)
+
+
+def _store_rules(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
+    """What holders of a store take and ask: blocks of each other, and the master who has what. Where many models share
+    a master, their blocks lie in each other's holders, which are workers of the same namespace."""
+    store, master = blueprint.model.spec.kv.store, master_address(blueprint)
+    if store is None or master is None:
+        return [], []
+    data = [_tcp(*names.STORE_DATA_PORTS)]
+    if store.master is not None:
+        others = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "tandem"}}}
+        return [{"from": [others], "ports": data}], [
+            {"to": [others], "ports": data},
+            *_outside(blueprint, f"//{master}"),
+        ]
+    components = [component_of(role) for role in blueprint.worker_roles]
+    return [_from(blueprint, component, data) for component in components], [
+        *(_to(blueprint, component, data) for component in components),
+        _to(blueprint, STORE, [_tcp(names.STORE_MASTER_PORT)]),
+    ]
+
+
+def _build_master_policy(blueprint: Blueprint) -> list[Manifest]:
+    """The model's own master is asked by its workers, and asks nobody."""
+    if not build_store(blueprint):
+        return []
+    ingress = [_from(blueprint, component_of(role), [_tcp(names.STORE_MASTER_PORT)]) for role in blueprint.worker_roles]
+    return [_build(blueprint, master_name(blueprint), STORE, None, ingress=ingress, egress=[])]
 
 
 def build_prewarm_policy(blueprint: Blueprint) -> Manifest | None:

@@ -11,6 +11,7 @@ from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, size_limit, thread_env
+from tandem_operator.workloads.store import build_holder
 
 _LOADING_SECONDS = 6 * 3600
 """A worker may download and load this long before it counts as hung: large models come over slow links."""
@@ -89,6 +90,7 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         spec={
             "serviceAccountName": blueprint.worker_account,
             "automountServiceAccountToken": False,
+            **({"initContainers": holder} if (holder := build_holder(blueprint, role)) else {}),
             **({"readinessGates": [{"conditionType": names.CONDITION_ADMITTED}]} if blueprint.pod_defaults else {}),
         },
         workload=workload,

@@ -18,6 +18,8 @@ from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer,
 _FINISHED = SequenceState.FINISHED
 _AHEAD_SHARE = 0.25
 """Share of memory up to which blocks are loaded for requests before they come to the head of the queue."""
+_MOST_ASKS = 2
+"""A source may be asked once when a request is queued, and once more at the head of the queue, a long time later."""
 _LEAST_LEFT = 16
 """An offer leaves at least so many blocks that can be given out, and as many again as it takes."""
 
@@ -57,6 +59,8 @@ class LoadDesk:
         rate = scheduler.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
         run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source)
+        if run is not None and not run.count:
+            return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)
         if run is None:
             sequence.load_tried = True
             return False
@@ -104,6 +108,22 @@ class LoadDesk:
         self._load_of[sequence] = load
         return True
 
+    def _ask(self, sequence: Sequence, names: list[bytes], matched: list[int], seconds_per_block: float | None) -> bool:
+        """Have the source find out what it has, beside the queue and without blocks."""
+        scheduler = self._scheduler
+        left = sequence.num_tokens - (len(matched) + len(names)) * scheduler.blocks.block_size
+        if sequence.load_asks == _MOST_ASKS or scheduler.goes_remote(sequence, left):
+            sequence.load_tried = True
+            return False
+        if not scheduler.start_loading(sequence, matched, 0):
+            return False
+        sequence.load_asks += 1
+        load = next(self._numbers)
+        order = LoadOrder(load=load, names=(), block_ids=(), seconds_per_block=seconds_per_block, asks=tuple(names))
+        self._loading[load], self._load_of[sequence], self._orders[load] = [sequence], load, order
+        self._source.start_load(order)
+        return True
+
     def _may_run_ahead(self) -> bool:
         """Whether what is loaded for requests that are not admitted yet leaves room: else one load would push out of
         memory what another has brought."""
@@ -113,7 +133,12 @@ class LoadDesk:
 
     def ended(self, load: int, valid: int) -> None:
         """The source has done what it could. One that was cancelled is ignored."""
-        if load in self._loading:
+        if load not in self._loading:
+            return
+        if self._orders[load].asks:
+            (asker,) = self._forget(load)
+            self._scheduler.ask_done(asker)
+        else:
             whole = valid == len(self._orders[load].names)
             first, *others = self._forget(load)
             self._scheduler.load_done(first, valid)
@@ -132,11 +157,11 @@ class LoadDesk:
 
     def _forget(self, load: int) -> list[Sequence]:
         """Whom a load was for."""
-        sequences, first = self._loading.pop(load), self._orders.pop(load).names[0]
+        sequences, order = self._loading.pop(load), self._orders.pop(load)
         for sequence in sequences:
             del self._load_of[sequence]
-        if self._load_from.get(first) == load:
-            del self._load_from[first]
+        if order.names and self._load_from.get(order.names[0]) == load:
+            del self._load_from[order.names[0]]
         return sequences
 
     def _let_go(self, sequences: list[Sequence], *, load_tried: bool) -> None:

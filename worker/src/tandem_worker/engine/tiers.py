@@ -17,6 +17,7 @@ class Run:
     """Consecutive blocks of a chain that a source has."""
 
     count: int
+    """0: it cannot tell before it has asked elsewhere; it is given an order of no blocks that `asks`."""
     seconds: float
     """From now until all of them are in memory, as far as that can be told: what the source has to do before counts.
     """
@@ -37,6 +38,8 @@ class LoadOrder:
     """What computing one of them would take; None while that is not known. A load that is later is cut."""
     holder: str = ""
     """As in `BlockSource.find`."""
+    asks: tuple[bytes, ...] = ()
+    """In place of names: the source is to find out which of these it has, and `find` is called again afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class BlockSource(Protocol):
     def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
         in `seconds_per_block`, is sooner. None: nobody knows what computing takes. `holder`: the KV port (`host:port`)
-        of a worker that has some of them, as a gateway says; empty: none was named."""
+        of a worker that has some of them, as a gateway says; empty: none was named. A source that must ask elsewhere
+        says so with a run of no blocks."""
         ...
 
     def start_load(self, order: LoadOrder) -> None:

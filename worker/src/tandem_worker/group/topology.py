@@ -98,6 +98,11 @@ def check_support(config: WorkerConfig) -> None:
             "GroupUnsupported",
             f"A worker of {parallelism.num_ranks} ranks cannot keep blocks on a disk yet: leave out kv.disk.",
         )
+    if parallelism.num_ranks > 1 and config.kv.store is not None:
+        raise StartupError(
+            "GroupUnsupported",
+            f"A worker of {parallelism.num_ranks} ranks cannot share blocks through a store yet: leave out kv.store.",
+        )
     if config.role is not Role.UNIFIED and parallelism.expert * parallelism.data > 1:
         raise StartupError(
             "GroupUnsupported",

@@ -349,7 +349,7 @@ class _Start:
 
     def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
         kv = self._config.kv
-        if kv.disk is None and (not kv.peers or self._group is not None):
+        if kv.disk is None and kv.store is None and (not kv.peers or self._group is not None):
             return None  # and nothing of it is imported
         from tandem_worker.process.tiers import open_tiers
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from tandem_api.launch import WorkerConfig
 from tandem_api.telemetry import Metric, TierTelemetry
 
-from tandem_worker.engine.tiers import BlockSource
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.families import Families
@@ -19,9 +18,13 @@ if TYPE_CHECKING:
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.tiers.format import TierKey
+    from tandem_worker.tiers.mooncake.tier import StoreTier
     from tandem_worker.tiers.peers import PeerSource
     from tandem_worker.tiers.shelf import Shelf
     from tandem_worker.tiers.stats import TierStats
+
+_KEPT_SHARE = 8
+"""One block in so many may be pinned for a tier that writes more slowly than another one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,36 +32,48 @@ class Tiers:
     """What a worker has below memory."""
 
     disk: DiskTier | None = None
+    store: StoreTier | None = None
+    """What it shares with other workers."""
     peers: PeerSource | None = None
     """Other workers, asked for what they have computed."""
     shelf: Shelf | None = None
     """What others may ask this one for."""
 
+    @property
+    def sinks(self) -> list[DiskTier | StoreTier]:
+        """Where blocks go that memory offers."""
+        return [tier for tier in (self.disk, self.store) if tier is not None]
+
+    @property
+    def sources(self) -> list[DiskTier | StoreTier | PeerSource]:
+        """Where blocks come from."""
+        return [*self.sinks, *([] if self.peers is None else [self.peers])]
+
     def stats(self) -> list[TierStats]:
         """Of every tier. Any thread."""
-        return [tier.stats() for tier in (self.disk, self.peers) if tier is not None]
+        return [tier.stats() for tier in self.sources]
 
     def flush(self, seconds: float) -> None:
-        """Blocks that are in memory alone go to the disk, for so long at most. Blocks the calling thread."""
-        if self.disk is not None:
-            self.disk.flush(seconds)
+        """Blocks that are in memory alone go to the tiers, for so long at most. Blocks the calling thread."""
+        for tier in self.sinks:
+            tier.flush(seconds / len(self.sinks))
 
     def close(self) -> None:
         """Nothing is read or written any more."""
-        for tier in (self.peers, self.disk):
-            if tier is not None:
-                tier.close()
+        for tier in reversed(self.sources):
+            tier.close()
 
 
 def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: str, runtime: Runtime) -> Tiers | None:
-    """Joined with an engine of one rank that has computed nothing yet. A disk is looked at while the worker goes on
-    starting; what is wrong with that ends nothing. None: blocks are kept in memory alone.
+    """Joined with an engine of one rank that has computed nothing yet. Disk and store are looked at while the worker
+    goes on starting; what is wrong with them ends nothing. None: blocks are kept in memory alone.
 
     Raises ThreadStartError.
     """
-    if config.kv.disk is None and not config.kv.peers:
+    if config.kv.disk is None and config.kv.store is None and not config.kv.peers:
         return None
     from tandem_worker.tiers.combined import CombinedTier
+    from tandem_worker.tiers.fanout import SinkFanout
     from tandem_worker.tiers.format import TierKey
     from tandem_worker.tiers.memory import open_memory
     from tandem_worker.transfer.layout import KVLayout
@@ -67,21 +82,22 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
     key = TierKey(model_digest=digest, revision=config.revision, layout=layout)
     memory = open_memory(engine.kv_cache)
     tiers = Tiers()
-    sources: list[BlockSource] = []
-    cold_blocks = 0
     if config.kv.disk is not None:
         tiers.disk = _build_disk(engine, config, key, runtime)
-        sources.append(tiers.disk)
-        cold_blocks = tiers.disk.plan_cold_blocks(engine.kv_cache.num_blocks)
+    if config.kv.store is not None:
+        tiers.store = _build_store(engine, config, key, pod, runtime)
     if config.kv.peers:
         own = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
         tiers.peers, tiers.shelf = _build_peers(engine, key, pod, runtime, tiers.disk, f"{own}:{config.kv.port}")
-        sources.append(tiers.peers)
-    desk = engine.open_desk(CombinedTier(sources, tiers.disk), cold_blocks=cold_blocks, fence=memory.fence)
-    for tier in (tiers.disk, tiers.peers):
-        if tier is not None:
-            tier.bind(desk)
-            tier.start()
+    cold_blocks = max((tier.plan_cold_blocks(engine.kv_cache.num_blocks) for tier in tiers.sinks), default=0)
+    sink = SinkFanout(tiers.sinks, most_kept=engine.kv_cache.num_blocks // _KEPT_SHARE) if tiers.sinks else None
+    desk = engine.open_desk(CombinedTier(tiers.sources, sink), cold_blocks=cold_blocks, fence=memory.fence)
+    if sink is not None:
+        sink.bind(desk)
+    if tiers.peers is not None:
+        tiers.peers.bind(desk)
+    for tier in tiers.sources:
+        tier.start()
     return tiers
 
 
@@ -96,6 +112,16 @@ def _build_disk(engine: EngineCore, config: WorkerConfig, key: TierKey, runtime:
     )
     memory, block_size = open_memory(engine.kv_cache), engine.kv_cache.spec.block_size
     return DiskTier(Path(wanted.path), key, memory, block_size, limits, runtime.vitals)
+
+
+def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: PodFacts, runtime: Runtime) -> StoreTier:
+    from tandem_worker.tiers.memory import open_memory
+    from tandem_worker.tiers.mooncake.tier import StoreTier
+
+    wanted = config.kv.store
+    assert wanted is not None
+    address = f"{pod.pod_ip}:{wanted.port}"
+    return StoreTier(address, key, open_memory(engine.kv_cache), engine.kv_cache.spec.block_size, runtime.vitals)
 
 
 def _build_peers(

@@ -23,13 +23,20 @@ class CombinedTier:
     def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         best: tuple[float, float] | None = None
         chosen: Run | None = None
+        asker: BlockSource | None = None
         for source in self._sources:
             run = source.find(names, seconds_per_block, holder)
             if run is None:
                 continue
+            if not run.count:
+                asker = asker or source
+                continue
             cost = _cost(run, len(names), seconds_per_block)
             if best is None or cost < best:
                 best, chosen, self._found = cost, run, source
+        if asker is not None and (chosen is None or chosen.count < len(names)):
+            self._found = asker  # one that has more may be the better one, which is known once it has answered
+            return Run(count=0, seconds=0.0)
         return chosen
 
     def start_load(self, order: LoadOrder) -> None:

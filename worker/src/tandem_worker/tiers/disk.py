@@ -34,6 +34,7 @@ from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
+from tandem_worker.tiers.slots import DiskSlots
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import SegmentStore
 from tandem_worker.tiers.writer import BlockWriter
@@ -93,10 +94,11 @@ class DiskTier:
         self._memory = memory
         self._counters = Counters(block_size)
         self.health = TierHealth()
-        self._pool = LoadPool(self._store, key, memory, self.health, self._counters, clock)
+        slots = DiskSlots(self._store, key)
+        self._pool = LoadPool(slots, key, memory, self.health, self._counters, clock)
         self.health.on_off = self._go_off
         self._writer = BlockWriter(
-            self._store, key, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
+            slots, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
         )
         self._closed = threading.Event()
         self._flush_until: float | None = None
@@ -197,13 +199,18 @@ class DiskTier:
 
     def read_blocks(self, names: Sequence[bytes], rows: np.ndarray) -> int:
         """As `LoadPool.read`. Any thread."""
-        return self._pool.read(names, rows)
+        return self._pool.read(self._store.find(names[: len(rows)]), names, rows)
 
     def passes(self, name: bytes, reused: bool) -> bool:
         return self._writer.passes(name, reused)
 
     def due(self) -> None:
         self._writer.due()
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether it is in use. Any thread."""
+        return self.health.on
 
     def offered(self, offer: Offer | None) -> None:
         self._writer.offered(offer)

@@ -13,6 +13,8 @@ from tandem_worker.host.errors import WorkerError
 VOLUME_FULL, VOLUME_READ_ONLY, VOLUME_GONE = "VolumeFull", "VolumeReadOnly", "VolumeGone"
 VOLUME_IN_USE, VOLUME_TOO_SMALL, VOLUME_FAILED = "VolumeInUse", "VolumeTooSmall", "VolumeFailed"
 VOLUME_SLOW, VOLUME_FROZEN = "VolumeSlow", "VolumeFrozen"
+STORE_UNREACHABLE, STORE_FROZEN, STORE_FULL = "StoreUnreachable", "StoreFrozen", "StoreFull"
+STORE_SLOW, STORE_FAILED, STORE_MISSING = "StoreSlow", "StoreFailed", "MooncakeMissing"
 _REASONS = {
     errno.ENOSPC: VOLUME_FULL,
     errno.EDQUOT: VOLUME_FULL,

@@ -24,10 +24,10 @@ class Cause:
 class TierHealth:
     """Off until it is first switched on. A tier that is off is no source and no sink."""
 
-    def __init__(self, on_off: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, tier: str = "disk", on_off: Callable[[], None] = lambda: None) -> None:
         """`on_off`: called when it goes off, on the thread that found out why."""
-        self._lock = threading.Lock()
-        self._cause: Cause | None = Cause(STARTING, "the volume is being looked at")
+        self._lock, self._tier = threading.Lock(), tier
+        self._cause: Cause | None = Cause(STARTING, f"the {tier} is being looked at")
         self.on_off = on_off
 
     @property
@@ -47,7 +47,9 @@ class TierHealth:
             if known is None or known.reason != error.reason:  # words that alternate would be told each time
                 self._cause = Cause(error.reason, str(error))
         if known is None or known.reason != error.reason:
-            logger.error("the disk tier of the KV cache is switched off: %s", error, extra={"reason": error.reason})
+            logger.error(
+                "the %s of the KV cache is switched off: %s", self._tier, error, extra={"reason": error.reason}
+            )
         if known is None:
             self.on_off()
 
@@ -56,4 +58,4 @@ class TierHealth:
         with self._lock:
             known, self._cause = self._cause, None
         if known is not None:
-            logger.info("the disk tier of the KV cache is in use", extra={"before": known.reason})
+            logger.info("the %s of the KV cache is in use", self._tier, extra={"before": known.reason})

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem_worker.engine.tiers import LoadOrder, TierEngine
-from tandem_worker.tiers.errors import VOLUME_FROZEN, VOLUME_GONE, TierError, describe
-from tandem_worker.tiers.format import TierKey, is_intact, place_of
+from tandem_worker.tiers.errors import VOLUME_FROZEN, TierError
+from tandem_worker.tiers.format import TierKey, is_intact
 from tandem_worker.tiers.health import TierHealth
-from tandem_worker.tiers.memory import BlockMemory, allocate_rows
+from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import cut_after, plan_pieces, predict_seconds
+from tandem_worker.tiers.slots import SlotStore
 from tandem_worker.tiers.stats import Counters
-from tandem_worker.tiers.store import Place, SegmentStore
+from tandem_worker.tiers.store import Place
 from tandem_worker.transfer.contract import BandwidthMeter
 
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 3
-PIECE_BYTES = 4 << 20
 FROZEN_SECONDS = 5.0
 """A call to the system that takes longer than this does not come back, as far as anybody can tell."""
 _IDLE_SECONDS = 0.5
@@ -50,6 +50,11 @@ class _Load:
     """Blocks before the first one that cannot be had."""
     ended: bool = False
 
+    def stop_at(self, index: int) -> None:
+        """Blocks from `index` on are computed."""
+        with self.lock:
+            self.limit = min(self.limit, index)
+
     @property
     def cut_at(self) -> float:
         return self.began + cut_after(self.valid, len(self.places), self.order.seconds_per_block)
@@ -60,14 +65,17 @@ class LoadPool:
 
     def __init__(
         self,
-        store: SegmentStore,
+        slots: SlotStore,
         key: TierKey,
         memory: BlockMemory,
         health: TierHealth,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        num_readers: int = NUM_READERS,
     ) -> None:
-        self._store, self._key, self._memory, self._health, self._counters = store, key, memory, health, counters
+        """`num_readers`: threads that are given to `run_reader`."""
+        self._num_readers = num_readers
+        self._slots, self._key, self._memory, self._health, self._counters = slots, key, memory, health, counters
         self._clock = clock
         self._wake = threading.Condition()
         """Guards what follows; never taken while a load's lock is held by the same thread."""
@@ -82,7 +90,7 @@ class LoadPool:
         self.engine: TierEngine | None = None
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
-        self._most = max(1, PIECE_BYTES // store.geometry.slot_bytes)
+        self._most = slots.most_slots
 
     @property
     def rate(self) -> float | None:
@@ -96,8 +104,8 @@ class LoadPool:
 
     def predict(self, num_blocks: int, num_pieces: int) -> float:
         """Seconds until so many blocks would be there."""
-        size = self._store.geometry.slot_bytes
-        return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, NUM_READERS, self._meter.rate)
+        size = self._slots.geometry.slot_bytes
+        return predict_seconds(num_blocks * size, self._queued_bytes, num_pieces, self._num_readers, self._meter.rate)
 
     def count_pieces(self, places: Sequence[Place]) -> int:
         """Reads that it takes to bring these."""
@@ -105,7 +113,7 @@ class LoadPool:
 
     def start(self, order: LoadOrder, places: Sequence[Place]) -> None:
         """Begin with it. Any thread."""
-        size = self._store.geometry.slot_bytes
+        size = self._slots.geometry.slot_bytes
         count = len(places)
         load = _Load(order, list(places), self._clock(), count * size, arrived=[False] * count, limit=count)
         with self._wake:
@@ -138,7 +146,7 @@ class LoadPool:
 
     def run_reader(self) -> None:
         """One thread's work until `close`."""
-        rows = allocate_rows(self._most, self._store.geometry.slot_bytes)
+        rows = self._slots.allocate(self._most)
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:
@@ -152,18 +160,23 @@ class LoadPool:
                     self._bring(load, first, end, rows)
             finally:
                 with self._wake:
-                    self._queued_bytes -= (end - first) * self._store.geometry.slot_bytes
+                    self._queued_bytes -= (end - first) * self._slots.geometry.slot_bytes
                     del self._busy_since[threading.get_ident()]
             if load.valid >= load.limit:
                 self._end(load)
 
-    def watch_once(self) -> None:
-        """Sleep until a load may be late or one begins, half a second at most; then cut what is late, and look for
-        readers that hang."""
+    def wake(self) -> None:
+        """`watch_once` is to look again."""
+        with self._wake:
+            self._wake.notify_all()
+
+    def watch_once(self, until: float | None = None) -> None:
+        """Sleep until a load may be late or one begins, half a second at most and not after `until`; then cut what is
+        late, and look for readers that hang."""
         with self._wake:
             if self._closed:
                 return
-            due = min((load.cut_at for load in self._loads.values()), default=None)
+            due = min([load.cut_at for load in self._loads.values()] + ([] if until is None else [until]), default=None)
             pause = _IDLE_SECONDS if due is None else min(_IDLE_SECONDS, due - self._clock())
             if pause > 0:
                 self._wake.wait(pause)
@@ -182,94 +195,73 @@ class LoadPool:
             return any(self._clock() - since > FROZEN_SECONDS for since in self._busy_since.values())
 
     def _bring(self, load: _Load, first: int, end: int, rows: np.ndarray) -> None:
-        """Read, verify and copy blocks `first` to `end` of a load, which follow one another in a segment."""
+        """Read, verify and copy blocks `first` to `end` of a load, which follow one another in the store."""
         began, count = self._clock(), end - first
-        place = load.places[first]
+        places, names = load.places[first:end], load.order.names[first:end]
         try:
-            got = self._store.read(place, count, rows)
-        except OSError as error:
-            failure = describe(error, f"a segment in {self._store.folder} cannot be read")
-            if failure.reason == VOLUME_GONE and self._store.folder.is_dir():
-                self._refuse(load, first, place)  # somebody has deleted this file
-                return
-            with load.lock:
-                load.limit = min(load.limit, first)
-            self._health.fail(failure)
+            got = self._slots.read(places, names, rows)
+        except TierError as error:
+            load.stop_at(first)
+            self._health.fail(error)
             return
-        if got is None:
-            with load.lock:
-                load.limit = min(load.limit, first)
-            return
-        good = self._count_intact(load, first, min(got, count), rows)
+        good = self._count_intact(places[:got], names[:got], rows)
         with load.lock:
             if load.ended:
                 return
             if good:
                 self._memory.copy_in(
-                    rows[:good], self._store.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
+                    rows[:good], self._slots.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
                 )
             load.arrived[first : first + good] = [True] * good
             while load.valid < len(load.arrived) and load.arrived[load.valid]:
                 load.valid += 1
         seconds = self._clock() - began
-        self._store.use(place)
-        self._counters.count_read(good * self._store.geometry.slot_bytes, seconds)
-        self._meter.observe(count * self._store.geometry.slot_bytes, seconds)
-        if good < count:
+        self._slots.use(places[0])
+        self._counters.count_read(good * self._slots.geometry.slot_bytes, seconds)
+        self._meter.observe(count * self._slots.geometry.slot_bytes, seconds)
+        if good == count:
+            return
+        load.stop_at(first + good)
+        if good < got:
             self._counters.count_damage()
-            logger.warning("a damaged block of the disk tier is computed again", extra={"segment": place.segment})
-            self._refuse(load, first + good, load.places[first + good])
+            logger.warning("a damaged block of a tier is computed again", extra={"place": str(places[good])})
+            self._discard(places[good], names[good])
 
-    def read(self, names: Sequence[bytes], rows: np.ndarray) -> int:
-        """The leading ones of `names` that lie one after another, verified, into `rows`: whole slots, as many as these
-        are at most. How many; on the calling thread, for who gives them to others."""
-        places = self._store.find(names[: len(rows)])
+    def read(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
+        """The leading ones of these blocks that follow one another, verified, into `rows`: whole slots, as many as
+        those are at most. How many; on the calling thread, for who gives them to others."""
         if not places or not self._health.on:
             return 0
         _, count = plan_pieces(places, len(rows))[0]
         with self._wake:
             self._busy_since[threading.get_ident()] = self._clock()
         try:
-            got = self._store.read(places[0], count, rows)
-        except OSError as error:
-            failure = describe(error, f"a segment in {self._store.folder} cannot be read")
-            if failure.reason != VOLUME_GONE or not self._store.folder.is_dir():
-                self._health.fail(failure)
-                return 0
-            got = None  # somebody has deleted this file
+            got = self._slots.read(places[:count], names[:count], rows)
+        except TierError as error:
+            self._health.fail(error)
+            return 0
         finally:
             with self._wake:
                 del self._busy_since[threading.get_ident()]
-        wanted = min(got or 0, count)
-        good = next((row for row in range(wanted) if not self._is_good(rows[row], names[row], places[row])), wanted)
-        if good < count and got is not None:
+        good = self._count_intact(places[:got], names[:got], rows)
+        if good < got:
             self._counters.count_damage()
-        if good < count:
-            self._discard(places[good])
-        else:
-            self._store.use(places[0])
+            self._discard(places[good], names[good])
+        elif got:
+            self._slots.use(places[0])
         return good
 
-    def _is_good(self, row: np.ndarray, name: bytes, place: Place) -> bool:
-        return is_intact(row.data, self._store.geometry, self._key, name, place_of(*place))
-
-    def _count_intact(self, load: _Load, first: int, count: int, rows: np.ndarray) -> int:
-        for row in range(count):
-            if not self._is_good(rows[row], load.order.names[first + row], load.places[first + row]):
+    def _count_intact(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
+        for row, (place, name) in enumerate(zip(places, names, strict=True)):
+            if not is_intact(rows[row].data, self._slots.geometry, self._key, name, self._slots.seed(place)):
                 return row
-        return count
+        return len(places)
 
-    def _refuse(self, load: _Load, index: int, place: Place) -> None:
-        """Blocks from `index` on are computed, and the segment of `place` goes."""
-        with load.lock:
-            load.limit = min(load.limit, index)
-        self._discard(place)
-
-    def _discard(self, place: Place) -> None:
+    def _discard(self, place: Place, name: bytes) -> None:
         try:
-            self._store.discard(place)
-        except OSError as error:
-            self._health.fail(describe(error, "a damaged segment cannot be removed"))
+            self._slots.discard(place, name)
+        except TierError as error:
+            self._health.fail(error)
 
     def _end(self, load: _Load, *, cut: bool = False) -> None:
         with load.lock:

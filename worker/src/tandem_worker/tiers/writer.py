@@ -1,7 +1,7 @@
-"""What memory is about to give up goes to the disk, on a thread of its own.
+"""What memory is about to give up goes to a tier, on a thread of its own.
 
 The engine offers idle blocks from the cold end when they are due, a batch at a time. They are copied first and handed
-back, however long the disk takes; then summed and written. What the disk does not keep up with is lost to memory's
+back, however long the tier takes; then summed and written. What the tier does not keep up with is lost to memory's
 eviction, which never waits.
 """
 
@@ -13,16 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from tandem_worker.engine.tiers import Offer, TierEngine
-from tandem_worker.tiers.errors import describe
-from tandem_worker.tiers.format import TierKey, pack_slot, place_of, sum_layers
+from tandem_worker.tiers.errors import TierError
 from tandem_worker.tiers.health import TierHealth
-from tandem_worker.tiers.memory import BlockMemory, allocate_rows
+from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import WriteBudget, plan_batch
+from tandem_worker.tiers.slots import SlotStore
 from tandem_worker.tiers.stats import Counters
-from tandem_worker.tiers.store import Place, SegmentStore
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +32,7 @@ class BlockWriter:
 
     def __init__(
         self,
-        store: SegmentStore,
-        key: TierKey,
+        slots: SlotStore,
         memory: BlockMemory,
         health: TierHealth,
         counters: Counters,
@@ -44,13 +40,13 @@ class BlockWriter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._key, self._memory, self._health, self._counters = store, key, memory, health, counters
+        self._slots, self._memory, self._health, self._counters = slots, memory, health, counters
         self.budget = budget
         self._clock, self._wall = clock, wall
         self._due = threading.Event()
         self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
-        self._count = plan_batch(store.geometry.slot_bytes)
-        self._rows = allocate_rows(self._count, store.geometry.slot_bytes)
+        self._count = min(plan_batch(slots.geometry.slot_bytes), slots.most_slots)
+        self._rows = slots.allocate(self._count)
         self._busy_since: float | None = None
         self._closed = False
         self.engine: TierEngine | None = None
@@ -65,7 +61,7 @@ class BlockWriter:
 
     def passes(self, name: bytes, reused: bool) -> bool:
         """On the engine thread: the block is there, or is not worth being written."""
-        return self._store.has(name) or not self.budget.admits(reused=reused, now=self._wall())
+        return self._slots.has(name) or not self.budget.admits(reused=reused, now=self._wall())
 
     @property
     def busy_seconds(self) -> float:
@@ -114,36 +110,19 @@ class BlockWriter:
     def _write(self, engine: TierEngine, offer: Offer, order: slice) -> None:
         began = self._clock()
         ids, names = offer.block_ids[order], offer.names[order]
-        start = self._store.geometry.slot_header_bytes
+        start = self._slots.geometry.slot_header_bytes
         try:
             self._memory.copy_out(ids, self._rows[: len(ids)], start, offer.fence)
         finally:
             engine.hand_back(offer)
         self._busy_since = self._clock()
         try:
-            written = 0
-            while written < len(ids):
-                places = self._store.plan(len(ids) - written)
-                rows = self._rows[written : written + len(places)]
-                some = names[written : written + len(places)]
-                self._describe(places, some, rows)
-                self._store.append(places, some, rows)
-                written += len(places)
-        except OSError as error:
-            self._health.fail(describe(error, f"blocks cannot be written to {self._store.folder}"))
+            written = self._slots.write(names, self._rows[: len(ids)])
+        except TierError as error:
+            self._health.fail(error)
             return
         finally:
             self._busy_since = None
-        num_bytes = len(ids) * self._store.geometry.slot_bytes
+        num_bytes = written * self._slots.geometry.slot_bytes
         self.budget.record(num_bytes, self._wall())
-        self._counters.count_written(len(ids), num_bytes, self._clock() - began)
-
-    def _describe(self, places: list[Place], names: tuple[bytes, ...], rows: np.ndarray) -> None:
-        """Write the slots' headers, with the sums of what they hold."""
-        geometry = self._store.geometry
-        start = geometry.slot_header_bytes
-        for place, name, row in zip(places, names, rows, strict=True):
-            block = row[start : start + geometry.block_bytes].data
-            sums = sum_layers(block, geometry.layer_bytes, name, place_of(*place))
-            header = pack_slot(self._key, name, place_of(*place), sums)
-            row[: len(header)] = np.frombuffer(header, np.uint8)
+        self._counters.count_written(written, num_bytes, self._clock() - began)

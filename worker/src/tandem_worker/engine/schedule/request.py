@@ -132,6 +132,7 @@ class Sequence:
         "host_blocks",
         "key",
         "last_input",
+        "load_asks",
         "load_tried",
         "lockstep",
         "num_computed",
@@ -187,6 +188,7 @@ class Sequence:
         """Leading entries of `block_ids` that the engine's block table has."""
         self.queued_tokens = 0
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
+        self.load_asks = 0
         self.load_tried = False
         """Tiers were asked for its blocks."""
         self.overdue = False

@@ -280,6 +280,14 @@ class Scheduler:
         """Let go of named blocks that were held for who copies them."""
         self.blocks.release(blocks, (), self._clock())
 
+    def ask_done(self, sequence: Sequence) -> None:
+        """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
+        self.loading.discard(sequence)
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        if self.loads is None or not self.loads.begin(sequence):
+            self._enqueue(sequence)
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self, max_tokens: int | None = None) -> StepPlan:

@@ -1,0 +1,114 @@
+"""Mooncake's own processes on this machine: a master, and holders that workers are clients of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem_worker.host.mooncake import find_mooncake_program
+
+from tests.mooncake.library import plan_environment
+
+START_SECONDS = 20.0
+
+
+def find_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Program:
+    """One process, which can be ended, frozen and started again at its address."""
+
+    def __init__(self, name: str, port: int, arguments: list[str], folder: Path) -> None:
+        self.port, self._name = port, name
+        self._command = [str(find_mooncake_program(name)), *arguments, "--logtostderr"]
+        self._log = folder / f"{name}-{port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once it listens."""
+        environment = plan_environment() | {
+            "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
+            "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+                return
+            assert self._process.poll() is None, self._log.read_text()[-2000:]
+            assert time.monotonic() < deadline, self._log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def build_master(folder: Path) -> Program:
+    port, metrics = find_port(), find_port()
+    arguments = [
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1",
+        f"--metrics_port={metrics}",
+        "--default_kv_lease_ttl=500",
+        "--client_ttl=2",
+    ]
+    return Program("mooncake_master", port, arguments, folder)
+
+
+def build_holder(folder: Path, master: Program, megabytes: int = 64) -> Program:
+    port = find_port()
+    arguments = [
+        "--host=127.0.0.1",
+        f"--port={port}",
+        f"--master_server_address={master.address}",
+        "--metadata_server=P2PHANDSHAKE",
+        f"--global_segment_size={megabytes} MB",
+        "--threads=2",
+    ]
+    return Program("mooncake_client", port, arguments, folder)
+
+
+@contextlib.contextmanager
+def run_store(folder: Path, megabytes: int = 64) -> Iterator[tuple[Program, Program]]:
+    """A master and a holder."""
+    programs: list[Program] = []
+    try:
+        programs.append(build_master(folder))
+        programs.append(build_holder(folder, programs[0], megabytes))
+        yield programs[0], programs[1]
+    finally:
+        for program in reversed(programs):
+            program.kill()

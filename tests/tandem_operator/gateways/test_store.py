@@ -1,0 +1,182 @@
+"""The store that workers share blocks through: its master, a holder beside every worker, who reaches whom, and what is
+told of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from operator_objects import blueprint
+from pydantic import ValidationError
+from tandem_api import names
+from tandem_api.names import Role
+from tandem_api.telemetry import TierTelemetry
+from tandem_operator.gateways.tiers import store_condition
+from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.observe.roles import pods_of
+from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.configs import worker_config
+
+STORE = {"memory": "1Gi"}
+
+
+def with_store(store: dict[str, Any] | None = None, **spec: Any) -> Blueprint:
+    return blueprint(kv={"store": STORE if store is None else store}, **spec)
+
+
+def child(plan: Blueprint, kind: str, suffix: str) -> Manifest:
+    found = [c for c in build_children(plan) if (c["kind"], c["metadata"]["name"]) == (kind, f"{plan.name}{suffix}")]
+    assert len(found) == 1, (kind, suffix)
+    return found[0]
+
+
+def holder(plan: Blueprint, suffix: str) -> Manifest:
+    (container,) = child(plan, "StatefulSet", suffix)["spec"]["template"]["spec"]["initContainers"]
+    return container
+
+
+def test_every_worker_has_a_holder_that_starts_before_it_and_ends_after_it() -> None:
+    plan = with_store(prefill={})
+    for suffix in ("-prefill", "-decode"):
+        container = holder(plan, suffix)
+        assert container["restartPolicy"] == "Always"
+        assert container["image"] == plan.worker_image
+        assert "--global_segment_size=1024 MB" in container["args"]
+        assert (
+            f"--master_server_address={plan.name}-store.{plan.model.metadata.namespace}.svc:50051" in container["args"]
+        )
+        assert container["resources"]["limits"]["memory"] == str((1024 + 512) << 20)
+    for role in plan.worker_roles:
+        store = worker_config(plan, role).kv.store
+        assert store is not None
+        assert f"--port={store.port}" in holder(plan, f"-{role.value}")["args"]
+
+
+def test_a_model_gets_one_master_of_its_own() -> None:
+    plan = with_store()
+    master = child(plan, "Deployment", "-store")
+    assert master["spec"]["replicas"] == 1
+    assert master["spec"]["strategy"] == {"type": "Recreate"}
+    service = child(plan, "Service", "-store")
+    assert service["spec"]["selector"] == master["spec"]["selector"]["matchLabels"]
+    assert child(with_store(suspend=True), "Deployment", "-store")["spec"]["replicas"] == 0
+
+
+def test_a_shared_master_is_joined_and_none_is_made() -> None:
+    plan = with_store({"memory": "1Gi", "master": "mooncake.kv.svc:6000"})
+    names_of = [c["metadata"]["name"] for c in build_children(plan)]
+    assert f"{plan.name}-store" not in names_of
+    assert "--master_server_address=mooncake.kv.svc:6000" in holder(plan, "-decode")["args"]
+
+
+@pytest.mark.parametrize("suffix", ["-store", "-decode"])
+def test_pods_meet_the_restricted_standard(suffix: str) -> None:
+    kind = "Deployment" if suffix == "-store" else "StatefulSet"
+    pod = child(with_store(), kind, suffix)["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def ports(rules: list[Manifest], key: str, component: str) -> set[int]:
+    """What rules allow from or to the pods of one component."""
+    return {
+        port["port"]
+        for rule in rules
+        for peer in rule.get(key, [])
+        if peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") == component
+        for port in rule["ports"]
+    }
+
+
+def test_only_the_models_workers_reach_its_holders_and_its_master() -> None:
+    plan = with_store(prefill={})
+    first = names.STORE_DATA_PORTS[0]
+    for suffix in ("-prefill", "-decode"):
+        spec = child(plan, "NetworkPolicy", suffix)["spec"]
+        for component in ("prefill", "decode"):
+            assert first in ports(spec["ingress"], "from", component)
+            assert first in ports(spec["egress"], "to", component)
+        assert ports(spec["egress"], "to", "store") == {names.STORE_MASTER_PORT}
+    spec = child(plan, "NetworkPolicy", "-store")["spec"]
+    assert ports(spec["ingress"], "from", "prefill") == ports(spec["ingress"], "from", "decode") == {50051}
+    assert len(spec["ingress"]) == 2
+    assert spec["egress"] == []
+
+
+def test_holders_of_a_shared_master_meet_within_their_namespace() -> None:
+    spec = child(with_store({"memory": "1Gi", "master": "mooncake.kv.svc:6000"}), "NetworkPolicy", "-decode")["spec"]
+    tandem = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "tandem"}}}
+    assert any(rule.get("from") == [tandem] for rule in spec["ingress"])
+    assert any(6000 in [port["port"] for port in rule.get("ports", [])] for rule in spec["egress"])
+
+
+def test_without_a_store_nothing_is_as_it_was_not() -> None:
+    plan = blueprint()
+    assert worker_config(plan, Role.UNIFIED).kv.store is None
+    assert not [c for c in build_children(plan) if c["metadata"]["name"].endswith("-store")]
+    assert "initContainers" not in child(plan, "StatefulSet", "-decode")["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"kv": {"store": STORE}, "decode": {"parallelism": {"tensor": 2}}}, "kv.store needs workers of one rank"),
+        ({"kv": {"store": STORE}, "engine": {"kind": "VLLM"}}, "kv.store is of Tandem's own engine"),
+        ({"kv": {"store": {}}}, "memory"),
+        ({"kv": {"store": STORE | {"kind": "Redis"}}}, "Mooncake"),
+        ({"kv": {"store": STORE | {"disk": "1Ti"}}}, "disk"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        blueprint(**spec)
+
+
+def tell(reason: str | None, message: str = "") -> TierTelemetry:
+    return TierTelemetry(tier="store", reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("stores", "status", "reason", "words"),
+    [
+        ({}, "Unknown", "StoreNotSeen", "no worker has told"),
+        ({"a": tell("Starting"), "b": tell(None)}, "Unknown", "StoreNotSeen", "still reaching"),
+        ({"a": tell(None), "b": tell(None)}, "True", "StoreInUse", "2 workers"),
+        (
+            {"a": tell(None), "b": tell("StoreUnreachable", "the master does not answer")},
+            "False",
+            "StoreUnreachable",
+            "1 of 2 workers do without the store .* b: the master does not answer",
+        ),
+    ],
+)
+def test_the_condition_says_what_workers_say(
+    stores: dict[str, TierTelemetry], status: str, reason: str, words: str
+) -> None:
+    (condition,) = store_condition(with_store(), stores)
+    assert (condition.type, condition.status, condition.reason) == ("KVStoreReady", status, reason)
+    assert re.search(words, condition.message)
+    assert store_condition(blueprint(), stores) == []
+    assert store_condition(with_store(suspend=True), stores) == []
+
+
+def test_pods_of_the_master_are_not_the_gateways() -> None:
+    def pod(name: str, owner: str) -> Manifest:
+        return {
+            "metadata": {"name": name, "ownerReferences": [{"kind": "ReplicaSet", "name": owner, "controller": True}]}
+        }
+
+    plan = with_store()
+    gateway = pod(f"{plan.name}-7d9f-x1", f"{plan.name}-7d9f")
+    master = pod(f"{plan.name}-store-5c4b-x2", f"{plan.name}-store-5c4b")
+    live = {ChildKey("Pod", each["metadata"]["name"]): each for each in (gateway, master)}
+    assert pods_of(ChildKey("Deployment", plan.name), live) == [gateway]
+    assert pods_of(ChildKey("Deployment", f"{plan.name}-store"), live) == [master]

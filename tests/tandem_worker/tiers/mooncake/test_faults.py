@@ -1,0 +1,204 @@
+"""Master and holder are killed, frozen and started again, bytes change, memory is full: every answer is right, nothing
+waits for what does not come, and what has failed comes back without a hand."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tandem_worker.tiers.errors import STORE_FROZEN, STORE_FULL, STORE_UNREACHABLE
+from tandem_worker.tiers.health import Cause
+from tandem_worker.tiers.mooncake import objects
+
+from tests.mooncake.processes import Program, build_holder, run_store
+from tests.tandem_worker.engine.history_model import greedy_answer
+from tests.tandem_worker.tiers.mooncake.rig import StoreRig
+from tests.tandem_worker.tiers.mooncake.test_tier import make_prompt
+from tests.tandem_worker.tiers.rig import wait_until
+
+MAGIC = b"TNDMKVSL"
+BLOCK_BYTES = 64
+"""Of the history model, about: the first layer of a block at least."""
+NOTHING = Cause("", "")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tuple[Program, Program]]:
+    with run_store(tmp_path) as programs:
+        yield programs
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MOVE_SECONDS", 1.0)
+
+
+def serve(rig: StoreRig, request_id: str, seed: int) -> float:
+    """A right answer; how long it took."""
+    prompt = make_prompt(seed)
+    began = time.monotonic()
+    assert rig.run(request_id, prompt) == greedy_answer(prompt, 8)
+    return time.monotonic() - began
+
+
+def refill(rig: StoreRig, seed: int) -> None:
+    """A prompt that nobody knows is written."""
+    before = rig.written
+    serve(rig, f"fill{seed}", seed)
+    wait_until(lambda: rig.written >= before + 10)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["master", "holder"])
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program], which: int, how: str) -> None:
+    rig, program = StoreRig(store[1].address), store[which]
+    refill(rig, 1)
+    getattr(program, how)()
+    assert serve(rig, "during", 2) < 5.0
+    wait_until(lambda: not rig.tier.health.on, 15.0)
+    cause = rig.tier.health.cause
+    assert cause is not None
+    assert cause.reason in (STORE_UNREACHABLE, STORE_FROZEN, "StoreFailed"), cause
+    assert serve(rig, "off", 3) < 5.0
+    if how == "freeze":
+        program.thaw()
+    else:
+        program.start()
+    wait_until(lambda: rig.tier.health.on, 30.0)
+    refill(rig, 4)
+    other = StoreRig(store[1].address)
+    serve(other, "again", 4)
+    assert other.cached("again") == 40
+    other.close()
+    rig.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_helper_that_goes_is_replaced(store: tuple[Program, Program], how: signal.Signals) -> None:
+    rig = StoreRig(store[1].address)
+    refill(rig, 1)
+    first = rig.tier.helper_pid
+    assert first is not None
+    os.kill(first, how)
+    assert serve(rig, "during", 2) < 5.0
+    wait_until(lambda: rig.tier.health.on and rig.tier.helper_pid not in (None, first), 15.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    refill(rig, 3)
+    rig.close()
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_another_workers_holder_that_goes_takes_its_blocks_along_and_nothing_else(
+    store: tuple[Program, Program], tmp_path: Path, how: str
+) -> None:
+    other = build_holder(tmp_path, store[0])
+    try:
+        writer = StoreRig(store[1].address)
+        for seed in range(4):
+            refill(writer, seed)
+        getattr(other, how)()
+        rig = StoreRig(store[1].address, usable=False)
+        for seed in range(4):
+            assert serve(rig, f"r{seed}", seed) < 10.0
+        wait_until(lambda: rig.tier.health.on, 45.0)
+        refill(rig, 9)
+        rig.close()
+        writer.close()
+    finally:
+        if how == "freeze":
+            other.thaw()
+        other.kill()
+
+
+def flip(pid: int, seed: int) -> int:
+    """Change one bit in each of the blocks that a process has in its memory. How many."""
+    rng, count = random.Random(seed), 0
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        for line in maps:
+            span, rights, *_ = line.split()
+            first, end = (int(each, 16) for each in span.split("-"))
+            if not rights.startswith("rw") or end - first < 64 << 20:
+                continue
+            memory.seek(first)
+            data = memory.read(end - first)
+            place = data.find(MAGIC)
+            while place >= 0:
+                target = place + rng.choice([rng.randrange(48), 4096 + rng.randrange(BLOCK_BYTES)])
+                memory.seek(first + target)
+                memory.write(bytes([data[target] ^ (1 << rng.randrange(8))]))
+                count += 1
+                place = data.find(MAGIC, place + 4096)
+    return count
+
+
+def check_flips(store: tuple[Program, Program], num_prompts: int) -> None:
+    writer = StoreRig(store[1].address, num_blocks=16 * num_prompts)
+    for seed in range(num_prompts):
+        refill(writer, seed)
+    assert flip(store[1].pid, num_prompts) >= 10 * num_prompts
+    rig = StoreRig(store[1].address, num_blocks=16 * num_prompts)
+    for seed in range(num_prompts):
+        serve(rig, f"f{seed}", seed)
+        assert rig.cached(f"f{seed}") < 40
+    assert rig.tier.stats().integrity_failures >= num_prompts
+    assert rig.tier.health.on
+    rig.close()
+    writer.close()
+
+
+def test_bytes_that_change_in_a_holder_are_found_and_computed_again(store: tuple[Program, Program]) -> None:
+    check_flips(store, num_prompts=4)
+
+
+@pytest.mark.full
+def test_a_thousand_bytes_that_change_are_found(store: tuple[Program, Program]) -> None:
+    check_flips(store, num_prompts=100)
+
+
+def test_what_was_damaged_is_written_again(store: tuple[Program, Program]) -> None:
+    first = StoreRig(store[1].address)
+    refill(first, 1)
+    assert flip(store[1].pid, 1) >= 10
+    second = StoreRig(store[1].address)
+    serve(second, "a", 1)
+    assert second.tier.stats().integrity_failures == 1
+    wait_until(lambda: second.written > 0)
+    third = StoreRig(store[1].address)
+    serve(third, "b", 1)
+    assert third.tier.stats().integrity_failures <= 1
+    for rig in (first, second, third):
+        rig.close()
+
+
+def test_a_store_without_room_says_so(store: tuple[Program, Program], tmp_path: Path) -> None:
+    with run_store(tmp_path, megabytes=16) as (_, holder):
+        rig = StoreRig(holder.address, usable=False)
+        wait_until(lambda: rig.tier.health.on or (rig.tier.health.cause or NOTHING).reason == STORE_FULL, 20.0)
+        serve(rig, "a", 1)
+        rig.close()
+
+
+def test_a_wrong_address_is_named() -> None:
+    rig = StoreRig("127.0.0.1:9", usable=False)
+    wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_UNREACHABLE, 30.0)
+    cause = rig.tier.health.cause
+    assert cause is not None
+    assert "no mooncake_client answers at 127.0.0.1:9" in cause.message
+    assert serve(rig, "a", 1) < 5.0
+    rig.close()
+
+
+def test_the_library_stays_out_of_the_worker(store: tuple[Program, Program]) -> None:
+    rig = StoreRig(store[1].address)
+    refill(rig, 1)
+    assert "mooncake" not in {name.partition(".")[0] for name in sys.modules}
+    assert "mooncake/store.so" not in Path("/proc/self/maps").read_text()
+    rig.close()

@@ -1,0 +1,303 @@
+"""Mooncake's store as a tier of one worker: a source and a sink of the engine's, shared with other workers.
+
+Two threads read, one writes, one asks what is there, one watches the clock. Whatever happens on the other side, the
+engine computes: the tier switches itself off, says why, and tries a real write and read every `RETRY_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.tiers.errors import STORE_FROZEN, STORE_SLOW, TierError
+from tandem_worker.tiers.format import TierKey, plan_geometry
+from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
+from tandem_worker.tiers.memory import BlockMemory
+from tandem_worker.tiers.mooncake.client import MooncakeClient
+from tandem_worker.tiers.mooncake.objects import ObjectSlots, plan_most_slots
+from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner
+from tandem_worker.tiers.stats import Counters, TierStats
+from tandem_worker.tiers.store import Place
+from tandem_worker.tiers.writer import BlockWriter
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 10.0
+"""Between two probes, whether the tier is on or off."""
+NUM_READERS = 2
+"""One waits for the helper while the other verifies; more than that only wait for each other."""
+ASK_SHARE = 0.5
+"""Of the time after which a load that brings nothing is cut: looking up and loading together take no longer."""
+
+
+class StoreTier:
+    """`engine.tiers.Tier`. Build it, `bind` it with the engine before the first request, `start` it."""
+
+    def __init__(
+        self,
+        address: str,
+        key: TierKey,
+        memory: BlockMemory,
+        block_size: int,
+        vitals: Vitals | None = None,
+        environment: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        """`address`: host:port of the node's `mooncake_client`; `block_size`: tokens per block; `environment`: of the
+        helper process."""
+        geometry = plan_geometry(memory.layer_bytes, 0)
+        piece = plan_most_slots(geometry)
+        self._client = MooncakeClient(address, (NUM_READERS + 2) * piece * geometry.slot_bytes, environment)
+        self._vitals, self._clock, self._block_size, self._retry_seconds = (
+            vitals or Vitals(),
+            clock,
+            block_size,
+            retry_seconds,
+        )
+        self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
+        self._counters = Counters(block_size, tier="store")
+        self.health = TierHealth("store")
+        self.health.on_off = self._go_off
+        self._pool = LoadPool(self._slots, key, memory, self.health, self._counters, clock, NUM_READERS)
+        self._writer = BlockWriter(self._slots, memory, self.health, self._counters, WriteBudget(None), clock)
+        self._probe_rows = self._slots.allocate(piece)
+        self._asks: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
+        self._asking: dict[int, tuple[LoadOrder, float]] = {}
+        """Orders to look up, and when each is cut. Guarded by the lock."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._flush_until: float | None = None
+        self._flushed = threading.Event()
+        self._retry_at = 0.0
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def helper_pid(self) -> int | None:
+        """The process that calls Mooncake; None while there is none."""
+        return self._client.pid
+
+    def plan_cold_blocks(self, num_blocks: int) -> int:
+        """How many of `num_blocks` in memory are to be in the store: all, for others want them now."""
+        return num_blocks + 1
+
+    def bind(self, engine: TierEngine) -> None:
+        """Join with the engine."""
+        self._pool.engine = self._writer.engine = engine
+
+    def start(self) -> None:
+        """Reach for the store, and serve. Returns at once; until it is reached the tier is off.
+
+        Raises ThreadStartError.
+        """
+        for number in range(NUM_READERS):
+            self._start_thread(f"kv-store-{number}", self._pool.run_reader)
+        self._start_thread("kv-store-write", self._run_writer)
+        self._start_thread("kv-store-ask", self._run_asks)
+        self._start_thread("kv-store-watch", self._run_watch)
+
+    def _start_thread(self, name: str, target: Callable[[], Any]) -> None:
+        self._threads.append(self._vitals.start_thread(name, target, is_over=self._closed.is_set))
+
+    def flush(self, seconds: float) -> bool:
+        """Write what is idle in memory, hottest first, for so long at most. Whether everything was written."""
+        self._flushed.clear()
+        if not self.health.on:
+            return False
+        self._flush_until = self._clock() + seconds
+        self._writer.due()
+        return self._flushed.wait(seconds) and self.health.on
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the helper and the threads. Loads under way end with what is there."""
+        self._closed.set()
+        self._flushed.set()
+        self._pool.close()
+        self._writer.close()
+        self._asks.put(None)
+        self._end_asks(self._take_asks(lambda _: True))
+        self._client.close()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def stats(self) -> TierStats:
+        """Any thread."""
+        cause = self.health.cause
+        return replace(
+            self._counters.read(),
+            reason=None if cause is None else cause.reason,
+            message="" if cause is None else cause.message,
+            stored_tokens=len(self._slots) * self._block_size,
+        )
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+        if seconds_per_block is not None:
+            self._pool.seconds_per_block = seconds_per_block
+        if not self.health.on or not names:
+            return None
+        count = self._slots.count_known(names)
+        if count is None:
+            return Run(count=0, seconds=0.0)
+        seconds = self._pool.predict(count, self._pool.count_pieces(_place(count)))
+        if not count or not is_sooner(seconds, count, self._pool.seconds_per_block):
+            return None
+        return Run(count=count, seconds=seconds)
+
+    def start_load(self, order: LoadOrder) -> None:
+        """As `BlockSource.start`."""
+        engine = self._pool.engine
+        assert engine is not None, "the tier is joined with the engine before a load"
+        if not self.health.on:
+            engine.load_ended(order.load, 0)
+        elif order.asks:
+            most = cut_after(0, len(order.asks), order.seconds_per_block or self._pool.seconds_per_block)
+            with self._lock:
+                self._asking[order.load] = order, self._clock() + ASK_SHARE * most
+            self._asks.put(order)
+            self._pool.wake()
+        else:
+            if order.seconds_per_block is None:
+                order = replace(order, seconds_per_block=self._pool.seconds_per_block)
+            self._pool.start(order, _place(len(order.names)))
+
+    def cancel(self, load: int) -> None:
+        with self._lock:
+            self._asking.pop(load, None)
+        self._pool.cancel(load)
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return self._writer.passes(name, reused)
+
+    def due(self) -> None:
+        self._writer.due()
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether it is in use. Any thread."""
+        return self.health.on
+
+    def offered(self, offer: Offer | None) -> None:
+        self._writer.offered(offer)
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def _run_writer(self) -> None:
+        while not self._closed.is_set():
+            if not self.health.on:
+                self._closed.wait(max(0.0, self._retry_at - self._clock()))
+                self._retry_at = self._clock() + self._retry_seconds
+                if not self._closed.is_set():
+                    self._open()
+                continue
+            if self._writer.wait(self._retry_seconds):
+                self._writer.write_due()
+                if self._flush_until is not None:
+                    self._writer.write_rest(self._flush_until)
+                    self._flush_until = None
+                    self._flushed.set()
+            elif not self._closed.is_set():
+                self._probe(1)
+
+    def _run_asks(self) -> None:
+        while (order := self._asks.get()) is not None:
+            if order.load not in self._asking:
+                continue
+            try:
+                self._slots.ask(order.asks)
+            except TierError as error:
+                self.health.fail(error)
+            self._end_asks(self._take_asks(lambda each, order=order: each.load == order.load))
+
+    def _run_watch(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                due = min((until for _, until in self._asking.values()), default=None)
+            self._pool.watch_once(due)
+            now = self._clock()
+            late = self._take_asks(lambda _: True, before=now)
+            for order in late:
+                self._slots.note_absent(order.asks[:1])
+            self._end_asks(late, cut=True)
+            if self._writer.busy_seconds > FROZEN_SECONDS:
+                self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
+            elif self.health.on:
+                self._check_speed()
+
+    def _take_asks(self, which: Callable[[LoadOrder], bool], before: float = float("inf")) -> list[LoadOrder]:
+        with self._lock:
+            taken = [order for order, until in self._asking.values() if until <= before and which(order)]
+            for order in taken:
+                del self._asking[order.load]
+        return taken
+
+    def _end_asks(self, orders: Sequence[LoadOrder], *, cut: bool = False) -> None:
+        engine = self._pool.engine
+        for order in orders:
+            assert engine is not None, "the tier is joined with the engine before a load"
+            if cut:
+                self._counters.count_cut()
+            engine.load_ended(order.load, 0)
+
+    def _go_off(self) -> None:
+        """On the thread that found out why: loads end with what is there, and the writer tries again after a while."""
+        self._retry_at = self._clock() + self._retry_seconds
+        self._flushed.set()
+        self._end_asks(self._take_asks(lambda _: True))
+        self._pool.cut_all()
+        self._writer.due()
+
+    def _check_speed(self) -> None:
+        rate, per_block = self._pool.rate, self._pool.seconds_per_block
+        if rate is None or per_block is None:
+            return
+        rate, slot_bytes = rate * NUM_READERS, self._slots.geometry.slot_bytes
+        if is_slow(rate, slot_bytes, per_block):
+            self.health.fail(
+                TierError(
+                    STORE_SLOW,
+                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {LEAST_GAIN * slot_bytes / per_block / 1e6:.1f} "
+                    f"MB/s to be {LEAST_GAIN:g} times as fast as computing",
+                )
+            )
+
+    def _open(self) -> None:
+        """Start a helper, and write and read; switch the tier on, or say why it stays off.
+
+        One that runs is no good: a holder that was started again knows nothing of the memory that it shares.
+        """
+        self._client.close()
+        try:
+            self._client.start(lambda name, target: self._vitals.start_thread(name, target, is_over=lambda: True))
+        except TierError as error:
+            self.health.fail(error)
+            return
+        self._slots.forget()
+        if self._probe(len(self._probe_rows)):
+            self.health.recover()
+            self._writer.due()  # whatever has become due meanwhile was told once
+
+    def _probe(self, count: int) -> bool:
+        """Write and read `count` objects; whether that is possible."""
+        try:
+            seconds = self._slots.probe(self._probe_rows[:count])
+        except TierError as error:
+            self.health.fail(error)
+            return False
+        if not self.health.on:
+            self._pool.set_rate(count * self._slots.geometry.slot_bytes, seconds)
+        return True
+
+
+def _place(count: int) -> list[Place]:
+    return [Place(0, index) for index in range(count)]
