@@ -17,6 +17,7 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.tls import Certificate, protocol_factory
 from tandem_gateway.process.admin import Admin
 from tandem_gateway.process.clock import TICK_SECONDS, Clock
+from tandem_gateway.process.cluster import Cluster
 from tandem_gateway.process.gateway import Gateway
 from tandem_gateway.process.intake import Intake
 from tandem_gateway.process.jobs import Jobs
@@ -27,15 +28,10 @@ from tandem_gateway.process.settings import Settings
 from tandem_gateway.records.access_log import AccessLog
 from tandem_gateway.records.line_writer import LineWriter
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.workers.discovery.kube import ApiServer
-from tandem_gateway.workers.discovery.pods import PodWatcher
-from tandem_gateway.workers.discovery.routing import RoutingWatcher
 from tandem_gateway.workers.discovery.static import follow_file
 from tandem_gateway.workers.model_card import ModelCard
 from tandem_gateway.workers.probation import Probation
-from tandem_gateway.workers.starting import StartWatch
 from tandem_gateway.workers.telemetry import AT_ONCE, MAX_KEPT, TelemetryPoller
-from tandem_gateway.workers.waker import Sleeper, Waker
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -48,7 +44,7 @@ class Server:
     """Everything with a beginning and an end. `start` and `stop` are for tests; a process calls `run`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ConfigError where keys or certificate cannot be read."""
+        """Raises ConfigError where keys or certificate cannot be read, or there is nothing to discover workers with."""
         self._settings = settings
         self._lines = LineWriter(1, "access-log") if settings.access_log else None
         access_log = AccessLog(self._lines.write) if self._lines else None
@@ -68,10 +64,6 @@ class Server:
             replies,
             max_connections=_affordable_connections(settings.config.max_connections),
         )
-        self.reports = Reports(self.gateway, self)
-        self.admin = Admin(
-            self.gateway, self.reports, knows_routing=lambda: self._routing is None or self._routing.asked
-        )
         self.probation = Probation(
             self.apply_workers,
             served_name=settings.config.served_name,
@@ -79,6 +71,11 @@ class Server:
             connect_seconds=settings.config.timeouts.connect_seconds,
             is_urgent=lambda: self.gateway.queue.line.size > 0,
         )
+        told = settings.workers or settings.workers_file is not None
+        cluster = self._cluster = None if told else Cluster(settings.config, self.gateway, self.probation)
+        """None where workers are not discovered in Kubernetes."""
+        self.reports = Reports(self.gateway, self)
+        self.admin = Admin(self.gateway, self.reports, knows_routing=lambda: cluster is None or cluster.routing.asked)
         self.card = ModelCard(
             token_line=lambda: self.gateway.token_line, connect_seconds=settings.config.timeouts.connect_seconds
         )
@@ -87,10 +84,6 @@ class Server:
             period=settings.telemetry_seconds,
             on_sample=self.gateway.take_sample,
         )
-        self._waker: Waker | None = None
-        self._starts: StartWatch | None = None
-        self._routing: RoutingWatcher | None = None
-        """None, like the two before it, where workers are not discovered in Kubernetes."""
         self.http_port = self.https_port = 0
         """0 where clients are not served so."""
         self.metrics_port = 0
@@ -104,7 +97,6 @@ class Server:
         """Serve until SIGTERM or SIGINT, then end in an orderly way. False when a part failed.
 
         Raises:
-            ConfigError: there is nothing to discover workers with.
             OSError: a port cannot be listened on.
         """
         loop = asyncio.get_running_loop()
@@ -194,7 +186,7 @@ class Server:
         return self.probation.reports()
 
     def report_starting(self) -> list[StartingReport]:
-        return [] if self._starts is None else self._starts.reports()
+        return [] if self._cluster is None else self._cluster.starts.reports()
 
     def describe_model(self) -> Mapping[str, object]:
         return self.card.facts
@@ -203,8 +195,8 @@ class Server:
         self.telemetry.push(worker, sample)
 
     def on_waiting(self) -> None:
-        if self._waker is not None:
-            self._waker.poke()
+        if self._cluster is not None:
+            self._cluster.waker.poke()
 
     # discovery
 
@@ -217,36 +209,11 @@ class Server:
     def _discovery(self) -> list[Coroutine[Any, Any, None]]:
         """The jobs that tell about workers, and what the gateway follows while it runs."""
         settings = self._settings
+        if self._cluster is not None:
+            return self._cluster.jobs()
         if settings.workers_file is not None:
             return [follow_file(settings.workers_file, self.apply_workers)]
-        if settings.workers:
-            return [self._apply_fixed(list(settings.workers))]
-        server, config = ApiServer.in_cluster(), settings.config
-        queue = self.gateway.queue
-        starts = self._starts = StartWatch(connect_seconds=config.timeouts.connect_seconds)
-
-        def tell_sleepers(sleepers: list[Sleeper]) -> None:
-            waker.take(sleepers)
-            starts.take(sleepers)
-
-        pods = PodWatcher(
-            server,
-            namespace=config.namespace,
-            model=config.model_name,
-            apply=self.probation.take,
-            tell_sleepers=tell_sleepers,
-        )
-        waker = self._waker = Waker(
-            waits=lambda: queue.settings.wakes and queue.line.size > 0,
-            token_line=lambda: self.gateway.token_line,
-            connect_seconds=config.timeouts.connect_seconds,
-            on_awake=pods.admit,
-        )
-        routing = self._routing = RoutingWatcher(
-            server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
-        )
-        self._jobs.spawn(self.probation.run())
-        return [pods.run(), routing.run(), waker.run(), starts.run()]
+        return [self._apply_fixed(list(settings.workers))]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)
