@@ -30,7 +30,7 @@ def configure(folder: Path, revision: str = "r") -> WorkerConfig:
 def open_worker(folder: Path, *, digest: str = "d", revision: str = "r") -> tuple[Rig, DiskTier]:
     model = HistoryModel()
     rig = Rig(model, 64, model_digest=digest)  # type: ignore[arg-type]
-    rig.engine._scheduler.prefill_rate = lambda: 1.0
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
     tier = open_tier(rig.engine, configure(folder, revision), digest, runtime)
     assert tier is not None
@@ -66,5 +66,5 @@ def test_without_a_disk_there_is_no_tier() -> None:
     rig = Rig(model, 64)  # type: ignore[arg-type]
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
     assert open_tier(rig.engine, build_config(64, 64), "d", runtime) is None
-    assert rig.engine._scheduler.loads is None
+    assert rig.engine._scheduler.hooks.loads is None
     rig.close()

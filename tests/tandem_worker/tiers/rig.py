@@ -47,7 +47,7 @@ class DiskRig(Rig):
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
         model: Any = HistoryModel()
         super().__init__(model, num_blocks, **kw)
-        self.engine._scheduler.prefill_rate = lambda: prefill_rate
+        self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
         limits = DiskLimits(
             size_bytes=size,
             write_through=write_through,
