@@ -89,7 +89,7 @@ class Fleet:
         self.num_requests = 0
         for index in range(NUM_RUNNING):  # they end in groups of 16, evenly spread
             self.add(1 + index // GROUP * GROUP * output_tokens // NUM_RUNNING)
-        while len(self.scheduler.running) < 0.95 * NUM_RUNNING or self.scheduler.queued_prefill_tokens:
+        while len(self.scheduler.queues.running) < 0.95 * NUM_RUNNING or self.scheduler.queues.queued_prefill_tokens:
             self.step(Samples())
         self.samples = Samples()
 

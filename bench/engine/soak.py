@@ -134,7 +134,7 @@ def run_tight(jobs: list[Job], *, remote: bool, ahead: bool) -> tuple[Run, Engin
     limits = {"max_running_requests": 12, "max_batch_tokens": 32, "local_prefill_max_tokens": 8}
     engine = start_engine(run, TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, ahead=ahead, **limits)
     rng = random.Random(len(jobs))
-    engine._scheduler.prefers_move = lambda num_tokens, num_blocks: rng.random() < 0.5
+    engine._scheduler.hooks.prefers_move = lambda num_tokens, num_blocks: rng.random() < 0.5
     engines = [engine]
     if remote:
         prefill = start_engine(Run([], with_aborts=False), 3 * TIGHT_BLOCKS, max_batch_tokens=32)
@@ -149,8 +149,8 @@ def run_tight(jobs: list[Job], *, remote: bool, ahead: bool) -> tuple[Run, Engin
             problems.append(f"the engine is not idle, or failed: {each.failure}")
         if each.stats().kv_blocks_used:
             problems.append(f"{each.stats().kv_blocks_used} blocks are still in use")
-        if each._scheduler.host.num_held:
-            problems.append(f"{each._scheduler.host.num_held} host blocks are still in use")
+        if each._scheduler.queues.host.num_held:
+            problems.append(f"{each._scheduler.queues.host.num_held} host blocks are still in use")
     return run, engine.stats(), problems
 
 

@@ -124,7 +124,7 @@ def test_the_order_of_requests_goes_by_a_clock_that_nobody_sets(make_rig: MakeRi
         id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1), cache_salt="", priority=0
     )
     assert began <= request.arrival <= time.monotonic()
-    assert began <= engine._scheduler._clock() <= time.monotonic(), "lateness is by the same one"
+    assert began <= engine._scheduler.planner._clock() <= time.monotonic(), "lateness is by the same one"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])

@@ -94,8 +94,8 @@ def make() -> Iterator[Callable[..., tuple[Rig, ScriptedTier]]]:
     for rig in rigs:
         rig.close()
         assert rig.engine._scheduler.blocks.num_held == 0
-        assert not rig.engine._scheduler.loading
-        assert rig.engine._scheduler.queued_prefill_tokens == 0
+        assert not rig.engine._scheduler.queues.loading
+        assert rig.engine._scheduler.queues.queued_prefill_tokens == 0
         assert rig.engine.failure is None
 
 
@@ -218,7 +218,7 @@ def test_the_worker_stops_in_the_middle_of_a_load(make: Make) -> None:
     rig, tier = make()
     rig.submit("a", PROMPT)
     tier.await_start()
-    (sequence,) = rig.engine._scheduler.loading
+    (sequence,) = rig.engine._scheduler.queues.loading
     assert sequence.state is SequenceState.LOADING
     rig.engine.stop()
     assert tier.cancelled == [tier.orders[0].load]
@@ -346,7 +346,7 @@ def follow(rig: Rig, tier: ScriptedTier, count: int) -> None:
     tier.await_start()
     for number in range(count):
         rig.submit(f"b{number}", (*PROMPT, number))
-    wait_until(lambda: len(rig.engine._scheduler.loading) == count + 1)
+    wait_until(lambda: len(rig.engine._scheduler.queues.loading) == count + 1)
 
 
 def test_what_is_on_its_way_is_not_loaded_again(make: Make) -> None:
@@ -400,7 +400,7 @@ def test_who_waited_loads_what_comes_after(make: Make) -> None:
     rig.submit("a", PROMPT)
     tier.await_start()
     rig.submit("b", longer)
-    wait_until(lambda: len(rig.engine._scheduler.loading) == 2)
+    wait_until(lambda: len(rig.engine._scheduler.queues.loading) == 2)
     tier.bring(0, 0, 5)
     tier.await_start()
     assert len(tier.orders[1].names) == 5

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tandem_worker.process.generation import observe_generation
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, SamplingDefaults
 
 TOKENIZER = SimpleNamespace(get_added_vocab=lambda: {"<|im_end|>": 7}, eos_token_id=2)
 

@@ -34,7 +34,7 @@ def configure(folder: Path, revision: str = "r") -> WorkerConfig:
 def open_worker(folder: Path, *, digest: str = "d", revision: str = "r") -> tuple[Rig, DiskTier]:
     model = HistoryModel()
     rig = Rig(model, 64, model_digest=digest)  # type: ignore[arg-type]
-    rig.engine._scheduler.prefill_rate = lambda: 1.0
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
     tiers = open_tiers(rig.engine, configure(folder, revision), observe_pod({"POD_NAME": "w-0"}), digest, runtime)
     assert tiers is not None
@@ -72,7 +72,7 @@ def test_without_a_disk_there_is_no_tier() -> None:
     rig = Rig(model, 64)  # type: ignore[arg-type]
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
     assert open_tiers(rig.engine, build_config(64, 64), observe_pod({"POD_NAME": "w-0"}), "d", runtime) is None
-    assert rig.engine._scheduler.loads is None
+    assert rig.engine._scheduler.hooks.loads is None
     rig.close()
 
 
@@ -85,7 +85,7 @@ def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatc
         def open_both(folder: str) -> tuple[Rig, Tiers]:
             model = HistoryModel()
             rig = Rig(model, 64)  # type: ignore[arg-type]
-            rig.engine._scheduler.prefill_rate = lambda: 1.0
+            rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
             config = configure(tmp_path / folder, "r")
             kv = config.kv.model_copy(update={"store": KVStoreConfig(port=holder.port)})
             config = config.model_copy(update={"kv": kv})

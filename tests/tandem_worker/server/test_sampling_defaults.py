@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from tandem_worker.server.dialects.openai.defaults import SamplingDefaults
+from tandem_worker.server.dialects.openai.options import SamplingDefaults
 
 from tests.tandem_worker.server.conftest import Worker
 

@@ -49,7 +49,7 @@ class PeerRig(Rig):
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
         model: Any = HistoryModel()
         super().__init__(model, num_blocks, model_digest=key.model_digest, **kw)
-        self.engine._scheduler.prefill_rate = lambda: prefill_rate
+        self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
         memory = open_memory(self.engine.kv_cache)
         space = BlockSpace(self.engine.kv_cache)
         identity = Identity(

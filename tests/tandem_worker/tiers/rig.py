@@ -48,7 +48,7 @@ class DiskRig(Rig):
         """`model` None: a `HistoryModel`. `prefill_rate`: tokens per second that computing is taken to be; so slow that
         no load is ever late."""
         super().__init__(HistoryModel() if model is None else model, num_blocks, **kw)
-        self.engine._scheduler.prefill_rate = lambda: prefill_rate
+        self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
         limits = DiskLimits(
             size_bytes=size,
             write_through=write_through,

@@ -90,10 +90,10 @@ def test_answers_are_those_without_both(tmp_path: Path, lies: float, host_blocks
     assert rig.tier.stats().tokens_read > 0
     scheduler = rig.engine._scheduler
     wait_until(lambda: scheduler.blocks.num_held == 0)
-    assert not scheduler.loading
-    assert scheduler.queued_prefill_tokens == 0
-    assert scheduler.num_queued == 0
-    assert scheduler.host.num_available == host_blocks
+    assert not scheduler.queues.loading
+    assert scheduler.queues.queued_prefill_tokens == 0
+    assert scheduler.queues.num_queued == 0
+    assert scheduler.queues.host.num_available == host_blocks
     rig.close()
 
 

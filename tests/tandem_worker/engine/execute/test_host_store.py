@@ -79,7 +79,7 @@ def test_answers_under_pressure_are_those_without_it(num_host_blocks: int, ahead
         Rig(HistoryModel(), 20, host_blocks=num_host_blocks, runs_ahead=ahead, scheduler={"max_running_requests": 8}),
         Rig(HistoryModel(), 2000),
     ]
-    rigs[0].engine._runner.scheduler.prefers_move = lambda num_tokens, num_blocks: num_tokens % 4 != 0
+    rigs[0].engine._runner.scheduler.hooks.prefers_move = lambda num_tokens, num_blocks: num_tokens % 4 != 0
     for rig in rigs:
         for index, prompt in enumerate(prompts):
             rig.submit(f"r{index}", prompt, 40, **options[index % 4])
@@ -94,7 +94,7 @@ def test_answers_under_pressure_are_those_without_it(num_host_blocks: int, ahead
     stats = tight.engine.stats()
     assert stats.preemptions_move_total > 0
     assert stats.preemptions_recompute_total > 0
-    assert tight.engine._scheduler.host.num_held == 0
+    assert tight.engine._scheduler.queues.host.num_held == 0
 
 
 def test_the_cost_decides_between_moving_and_computing_again() -> None:
@@ -103,9 +103,9 @@ def test_the_cost_decides_between_moving_and_computing_again() -> None:
     assert runner.executor.seconds_per_moved_block > 0
     runner.executor.seconds_per_moved_block = 0.01
     runner.meter.prefill_tokens_per_second = 100.0
-    assert runner.scheduler.prefers_move(8, 2)
+    assert runner.scheduler.hooks.prefers_move(8, 2)
     runner.meter.prefill_tokens_per_second = 1000.0
-    assert not runner.scheduler.prefers_move(8, 2)
+    assert not runner.scheduler.hooks.prefers_move(8, 2)
     rig.close()
 
 

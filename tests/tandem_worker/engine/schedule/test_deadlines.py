@@ -121,7 +121,7 @@ def test_one_without_blocks_for_it_interrupts_nobody() -> None:
 
 def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_level_at_most() -> None:
     driver = Driver(max_running=1, ttft_target=TTFTDeadline(seconds=10.0), seconds_per_priority=30.0)
-    driver.scheduler.prefill_rate = lambda: 4.0
+    driver.scheduler.hooks.prefill_rate = lambda: 4.0
     driver.add([1], max_tokens=1)
     hopeless = driver.add(list(range(60)), max_tokens=1)  # 15 seconds of computing
     others = [driver.add([number], max_tokens=1) for number in range(100, 103)]
@@ -129,7 +129,7 @@ def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_
     assert driver.finished == ["0", *(other.id for other in others), hopeless.id]
     assert hopeless.set_back
     driver = Driver(max_running=1, ttft_target=TTFTDeadline(seconds=10.0), seconds_per_priority=30.0)
-    driver.scheduler.prefill_rate = lambda: 4.0
+    driver.scheduler.hooks.prefill_rate = lambda: 4.0
     driver.add([1], max_tokens=40)
     driver.step()
     hopeless = driver.add(list(range(60)), max_tokens=1)
@@ -141,7 +141,7 @@ def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_
 
 def test_one_that_is_late_and_alone_waits_for_nobody() -> None:
     driver = Driver(ttft_target=TTFTDeadline(seconds=0.5))
-    driver.scheduler.prefill_rate = lambda: 1.0
+    driver.scheduler.hooks.prefill_rate = lambda: 1.0
     request = driver.add(list(range(8)), max_tokens=1)
     driver.run()
     assert not request.set_back
@@ -159,7 +159,7 @@ def test_first_tokens_come_in_the_order_of_deadlines_and_nobody_is_passed_beyond
 ) -> None:
     """One at a time, so that the order in which prompts begin is that in which they are taken."""
     driver = Driver(num_blocks=40, ahead=ahead, max_running=1, ttft_target=target, seconds_per_priority=LEVEL)
-    driver.scheduler.prefill_rate = lambda: rate
+    driver.scheduler.hooks.prefill_rate = lambda: rate
     begun: dict[str, float] = {}
 
     def step() -> None:
@@ -203,7 +203,7 @@ def share_in_time(*, ordered: bool) -> float:
     rng = random.Random(11)
     target = TTFTDeadline(seconds=8.0, seconds_per_token=0.15)
     driver = Driver(num_blocks=400, max_running=32, ttft_target=target if ordered else None)
-    driver.scheduler.prefill_rate = lambda: float(MAX_BATCH_TOKENS)
+    driver.scheduler.hooks.prefill_rate = lambda: float(MAX_BATCH_TOKENS)
     first: dict[str, float] = {}
     lengths = [rng.choice([480] + 11 * [24]) for _ in range(400)]
     next_at = 0.0

@@ -36,7 +36,7 @@ def test_a_refused_head_is_not_looked_for_again_until_there_is_room() -> None:
     for _ in range(8):
         driver.step()
     source = Source(60)
-    driver.scheduler.loads = desk = LoadDesk(driver.scheduler, source)
+    driver.scheduler.hooks.loads = desk = LoadDesk(driver.scheduler, source)
     (head,) = driver.add(list(range(100, 400)), max_tokens=1).choices
     driver.step()
     assert head.state is SequenceState.WAITING
@@ -49,7 +49,7 @@ def test_a_refused_head_is_not_looked_for_again_until_there_is_room() -> None:
 def test_guesses_take_no_block_while_somebody_loads() -> None:
     """It wants more blocks than those that are loaded, and comes back for them."""
     driver = Driver(guesses=random.Random(1))
-    driver.scheduler.loads = LoadDesk(driver.scheduler, Source(12))
+    driver.scheduler.hooks.loads = LoadDesk(driver.scheduler, Source(12))
     answering = driver.add([1] * 5, max_tokens=60).choices[0]
     while not answering.decoding:
         driver.step()

@@ -14,9 +14,10 @@ from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.params import SamplingParams
 from tandem_worker.engine.schedule.plan import SchedulerLimits, StepPlan
+from tandem_worker.engine.schedule.planner import first_chunk
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import Request, Sequence, SequenceState
-from tandem_worker.engine.schedule.scheduler import Scheduler, first_chunk
+from tandem_worker.engine.schedule.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 ROOT = build_chain_root("model")
@@ -51,13 +52,13 @@ class Driver:
         self.scheduler = Scheduler(
             self.limits, self.blocks, clock=lambda: self.now, host=self.host, wall=lambda: self.now
         )
-        self.scheduler.ttft_target = ttft_target
+        self.scheduler.hooks.ttft_target = ttft_target
         self.guesses = guesses
         if guesses is not None:
-            self.scheduler.guess = self.guess
+            self.scheduler.hooks.guess = self.guess
         self.unbegun: set[Sequence] = set()
         """RECEIVING, and the prefill worker has not begun."""
-        self.scheduler.has_begun = lambda sequence: sequence not in self.unbegun
+        self.scheduler.hooks.has_begun = lambda sequence: sequence not in self.unbegun
         self.contents: dict[int, dict[int, int]] = {}
         self.host_contents: dict[int, dict[int, int]] = {}
         self.requests: list[Request] = []
@@ -220,17 +221,17 @@ class Driver:
         assert all(c.state is not SequenceState.FINISHED or not c.block_ids or c.under_way for c in choices)
         assert all(c.num_computed == c.num_planned for c in choices) or self.under_way is not None
         assert all(self.blocks.num_holders(b) == holders.get(b, 0) for b in range(1, self.blocks.num_blocks + 1))
-        assert scheduler.rows == sorted(scheduler.running, key=lambda s: s.row)
-        assert [s.row for s in scheduler.rows] == list(range(len(scheduler.rows)))
-        assert scheduler.running == sorted(scheduler.running)
-        assert scheduler.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
-        assert scheduler.running_tokens == sum(c.num_tokens for c in scheduler.running)
+        assert scheduler.queues.rows == sorted(scheduler.queues.running, key=lambda s: s.row)
+        assert [s.row for s in scheduler.queues.rows] == list(range(len(scheduler.queues.rows)))
+        assert scheduler.queues.running == sorted(scheduler.queues.running)
+        assert scheduler.queues.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
+        assert scheduler.queues.running_tokens == sum(c.num_tokens for c in scheduler.queues.running)
         queued = sum(
             c.num_tokens - c.num_planned - c.num_saved
             for c in choices
             if c.state in (SequenceState.WAITING, SequenceState.RUNNING) and not c.decoding
         )
-        assert scheduler.queued_prefill_tokens == queued, "what a prefill worker computes is in its queue alone"
+        assert scheduler.queues.queued_prefill_tokens == queued, "what a prefill worker computes is in its queue alone"
 
 
 def spans_of(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
@@ -324,7 +325,7 @@ def test_the_last_in_order_is_preempted_and_finds_its_blocks_again() -> None:
     assert plans[-1].num_preempted == 1
     assert first.choices[0].state is SequenceState.RUNNING
     driver.run()
-    assert driver.scheduler.num_recomputed >= 1
+    assert driver.scheduler.planner.num_recomputed >= 1
     assert driver.finished == ["0", "1"]
     assert second.num_cached_tokens == 0, "what a preempted request finds again is its own work"
 
@@ -344,10 +345,10 @@ def test_a_preempted_sequence_goes_on_where_it_was_when_the_host_has_room(num_ho
         chunks += [chunk for chunk in plan.chunks if chunk.sequence is second]
     if num_host_blocks:
         assert second in plan.decodes, "it decodes at once"
-        assert (driver.scheduler.num_moved, driver.scheduler.num_recomputed) == (1, 0)
+        assert (driver.scheduler.planner.num_moved, driver.scheduler.planner.num_recomputed) == (1, 0)
     else:
         assert sum(chunk.end for chunk in chunks) == num_tokens
-        assert (driver.scheduler.num_moved, driver.scheduler.num_recomputed) == (0, 1)
+        assert (driver.scheduler.planner.num_moved, driver.scheduler.planner.num_recomputed) == (0, 1)
     assert not second.host_blocks
     driver.run()
 
@@ -399,7 +400,7 @@ def test_a_decode_takes_blocks_that_a_prefill_worker_has_not_begun_with() -> Non
     assert plan.withdrawn == [remote]
     assert (remote.state, remote.block_ids) == (SequenceState.WAITING, [])
     assert local.choices[0].state is SequenceState.RUNNING
-    assert driver.scheduler.num_recomputed == 0, "nothing that was computed is lost"
+    assert driver.scheduler.planner.num_recomputed == 0, "nothing that was computed is lost"
     driver.check_counts()
     for _ in range(40):
         if remote in driver.step().orders:
@@ -493,7 +494,7 @@ def test_no_stream_of_urgent_requests_keeps_one_from_ending(
     driver = Driver(
         num_blocks=13, ahead=ahead, num_host_blocks=8, max_running=3, seconds_per_priority=20, ttft_target=target
     )
-    driver.scheduler.prefill_rate = lambda: 3.0
+    driver.scheduler.hooks.prefill_rate = lambda: 3.0
     mine = driver.add(list(range(20)), max_tokens=12, priority=priority)
     for step in range(2000):
         if not mine.num_open:
@@ -536,7 +537,7 @@ def test_everything_finishes_and_every_block_comes_back(
     driver.run()
     driver.check_counts()
     assert driver.blocks.num_held == driver.host.num_held == 0
-    assert driver.scheduler.num_waiting == driver.scheduler.queued_prefill_tokens == 0
+    assert driver.scheduler.queues.num_waiting == driver.scheduler.queues.queued_prefill_tokens == 0
 
 
 class Life(RuleBasedStateMachine):
@@ -557,8 +558,8 @@ class Life(RuleBasedStateMachine):
             ttft_target=self.TARGET,
             guesses=random.Random(5) if self.GUESSES else None,
         )
-        self.driver.scheduler.prefill_rate = lambda: 4.0
-        self.driver.scheduler.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
+        self.driver.scheduler.hooks.prefill_rate = lambda: 4.0
+        self.driver.scheduler.hooks.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
 
     @rule(
         prompt=PROMPTS,
@@ -578,7 +579,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data(), begun=st.booleans())
     def hear_from_a_prefill_worker(self, data: st.DataObject, begun: bool) -> None:
-        receiving = sorted(self.driver.scheduler.receiving)
+        receiving = sorted(self.driver.scheduler.queues.receiving)
         if receiving:
             sequence = data.draw(st.sampled_from(receiving))
             sequence.overdue = True
@@ -607,7 +608,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data(), good=st.booleans())
     def answer_remote(self, data: st.DataObject, good: bool) -> None:
-        receiving = sorted(self.driver.scheduler.receiving)
+        receiving = sorted(self.driver.scheduler.queues.receiving)
         if receiving:
             self.answer(data.draw(st.sampled_from(receiving)), good)
 
@@ -624,9 +625,9 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         driver = self.driver
         for _ in range(2000):
-            for sequence in sorted(driver.scheduler.receiving):
+            for sequence in sorted(driver.scheduler.queues.receiving):
                 self.answer(sequence, True)
-            for sequence in list(driver.scheduler.held):
+            for sequence in list(driver.scheduler.queues.held):
                 driver.finish(sequence)
             if not any(request.num_open for request in driver.requests):
                 break
@@ -687,7 +688,7 @@ def test_a_prompt_beside_streams_takes_no_more_of_a_step_than_it_may() -> None:
         asked.append((seconds, decoding))
         return 9 if decoding else 17
 
-    driver.scheduler.tokens_within = tokens_within
+    driver.scheduler.hooks.tokens_within = tokens_within
     driver.add(list(range(100, 110)), max_tokens=8)
     driver.step()
     driver.add(list(range(200, 240)), step_seconds=0.5)
@@ -702,7 +703,7 @@ def test_a_prompt_beside_streams_takes_no_more_of_a_step_than_it_may() -> None:
 
 def test_paced_prompts_share_what_a_step_may_take_and_hold_up_no_orders() -> None:
     driver = Driver(max_batch_tokens=64, local_prefill_max_tokens=0)
-    driver.scheduler.tokens_within = lambda seconds, decoding: 8
+    driver.scheduler.hooks.tokens_within = lambda seconds, decoding: 8
     for first in (100, 200, 300):
         driver.add(list(range(first, first + 24)), step_seconds=0.5)
     driver.add(list(range(400, 424)), endpoints=("p:1",))
@@ -715,7 +716,7 @@ def test_paced_prompts_share_what_a_step_may_take_and_hold_up_no_orders() -> Non
 
 def test_a_paced_prompt_gets_on_however_short_steps_are_to_be() -> None:
     driver = Driver()
-    driver.scheduler.tokens_within = lambda seconds, decoding: 0
+    driver.scheduler.hooks.tokens_within = lambda seconds, decoding: 0
     driver.add(list(range(100, 105)), max_tokens=30)
     driver.add(list(range(200, 230)), step_seconds=1e-6)
     driver.add(list(range(300, 330)), step_seconds=1e-6, n=2)
@@ -738,7 +739,7 @@ def test_pacing_changes_no_token_and_bounds_what_steps_compute_of_paced_prompts(
     """`check_plan` and `compute` of the driver hold every token to what comes before it."""
     driver = Driver(ahead=ahead)
     room = {True: 5, False: 12}
-    driver.scheduler.tokens_within = lambda seconds, decoding: room[decoding]
+    driver.scheduler.hooks.tokens_within = lambda seconds, decoding: room[decoding]
     for index, (length, tokens, pace, allowed) in enumerate(asked):
         driver.add([1000 * index + at for at in range(length)], max_tokens=tokens, step_seconds=pace)
         for _ in range(allowed):

@@ -15,8 +15,8 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.dialects.fields import Fields
 from tandem_worker.server.dialects.openai.output_format import parse_output_format
 from tandem_worker.server.dialects.openai.structural_tags import parse_structural_tag
+from tandem_worker.server.structured.compiler import write_structural_tags
 from tandem_worker.server.structured.contract import GrammarError
-from tandem_worker.server.structured.tags import write_structural_tags
 
 BYTES = LLTokenizer("byte")
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 9}}

@@ -29,7 +29,7 @@ class StoreRig(Rig):
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
         model: Any = HistoryModel()
         super().__init__(model, num_blocks, **kw)
-        self.engine._scheduler.prefill_rate = lambda: prefill_rate
+        self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
         memory = open_memory(self.engine.kv_cache)
         self.tier = StoreTier(
             address, key, memory, BLOCK_SIZE, environment=plan_environment(), retry_seconds=retry_seconds

@@ -127,7 +127,7 @@ class PeerPrompts:
         """Nobody needs the blocks of this peer's prompt any more; they stay cached."""
         peer = self._prompts.pop(request_id, None)
         if peer is not None:
-            if peer.sequence.state is SequenceState.LOADING and self._scheduler.loads is not None:
-                self._scheduler.loads.cancel(peer.sequence)
+            if peer.sequence.state is SequenceState.LOADING and self._scheduler.hooks.loads is not None:
+                self._scheduler.hooks.loads.cancel(peer.sequence)
             self._scheduler.finish(peer.sequence)
             peer.request.choices = []

@@ -77,7 +77,7 @@ def build_engine(
         for _ in range(num_lanes)
     ]
     kv_cache = allocate_kv_cache(spec, num_blocks, torch.device(model.device))
-    max_rows = schedulers[0].max_running
+    max_rows = schedulers[0].planner.max_running
     build = ModelExecutor if ranks is None else ranks.build_executor
     executor = build(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
     if num_host_blocks:

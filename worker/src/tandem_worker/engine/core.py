@@ -254,7 +254,7 @@ class EngineCore:
         """Compute prompts that come from now on in the order in which their first tokens are due, or, with None, as
         they come."""
         for lane in self._runner.lanes:
-            lane.scheduler.ttft_target = target
+            lane.scheduler.hooks.ttft_target = target
 
     def drain(self) -> None:
         self._draining = True
@@ -306,7 +306,7 @@ class EngineCore:
     def _admit(self, open_ids: set[str], request_id: str) -> None:
         if request_id in open_ids:
             raise RequestError(f"request id {request_id!r} is in use", status=409)
-        num_queued = sum(lane.scheduler.num_queued for lane in self._runner.lanes)
+        num_queued = sum(lane.scheduler.queues.num_queued for lane in self._runner.lanes)
         if num_queued + self._steps.num_commands >= self._max_queued_requests:
             raise RequestError(
                 f"the engine's queue is full ({self._max_queued_requests} requests wait)",

@@ -49,14 +49,14 @@ class LoadDesk:
             return False
         scheduler = self._scheduler
         blocks = scheduler.blocks
-        if sequence.retry_required > scheduler.num_admissible or not (at_head or self._may_run_ahead()):
+        if sequence.retry_required > scheduler.queues.num_admissible or not (at_head or self._may_run_ahead()):
             return False
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
         matched = blocks.match_prefix(names, most)
         if self._follow(sequence, names, matched, most):
             return True
-        rate = scheduler.prefill_rate()
+        rate = scheduler.hooks.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
         run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source)
         if run is not None and not run.count:
@@ -218,7 +218,7 @@ class TierDesk:
         self._send = send
         self._loads = LoadDesk(scheduler, tier)
         self._offers = OfferDesk(scheduler, tier, cold_blocks, fence)
-        scheduler.loads = self._loads
+        scheduler.hooks.loads = self._loads
 
     def load_ended(self, load: int, valid: int) -> None:
         self._send(partial(self._loads.ended, load, valid))

@@ -106,8 +106,8 @@ class OutputProcessor:
         request = sequence.request
         if sequence.state is SequenceState.RECEIVING:
             self._remote.cancel(sequence)  # no late write may hit a freed block
-        if sequence.state is SequenceState.LOADING and self._scheduler.loads is not None:
-            self._scheduler.loads.cancel(sequence)
+        if sequence.state is SequenceState.LOADING and self._scheduler.hooks.loads is not None:
+            self._scheduler.hooks.loads.cancel(sequence)
         self._scheduler.finish(sequence)
         sequence.sampler_state = None
         if self._speculator is not None:

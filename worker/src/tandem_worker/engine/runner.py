@@ -108,14 +108,14 @@ class StepRunner:
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
-        scheduler.prefers_move = self._prefers_move
-        scheduler.has_begun = self.remote.has_begun
-        scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
-        scheduler.tokens_within = self.meter.plan_chunk_tokens
+        scheduler.hooks.prefers_move = self._prefers_move
+        scheduler.hooks.has_begun = self.remote.has_begun
+        scheduler.hooks.prefill_rate = lambda: self.meter.prefill_tokens_per_second
+        scheduler.hooks.tokens_within = self.meter.plan_chunk_tokens
         self.speculator = speculator
         self._drafting = drafting
         if speculator is not None:
-            scheduler.guess = speculator.plan
+            scheduler.hooks.guess = speculator.plan
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class StepRunner:
 
     def _plan(self) -> StepPlan:
         target = self._target_step_seconds
-        if target is not None and self.scheduler.num_waiting + len(self.scheduler.running) <= 1:
+        if target is not None and self.scheduler.queues.num_waiting + len(self.scheduler.queues.running) <= 1:
             target *= _ALONE
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         for sequence in plan.withdrawn:

@@ -40,10 +40,10 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
     scheduler, totals, meter = lane.scheduler, lane.totals, lane.meter
     blocks = scheduler.blocks
     return EngineStats(
-        running_requests=len(scheduler.running) + len(scheduler.receiving),
-        queued_requests=scheduler.num_queued + num_pending,
-        running_tokens=scheduler.running_tokens,
-        queued_prefill_tokens=scheduler.queued_prefill_tokens,
+        running_requests=len(scheduler.queues.running) + len(scheduler.queues.receiving),
+        queued_requests=scheduler.queues.num_queued + num_pending,
+        running_tokens=scheduler.queues.running_tokens,
+        queued_prefill_tokens=scheduler.queues.queued_prefill_tokens,
         kv_blocks_used=blocks.num_held,
         kv_blocks_cached=blocks.cache.num_idle,
         kv_blocks_total=blocks.num_blocks,
@@ -59,8 +59,8 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,
         generated_tokens_total=totals.generated_tokens,
-        preemptions_recompute_total=scheduler.num_recomputed,
-        preemptions_move_total=scheduler.num_moved,
+        preemptions_recompute_total=scheduler.planner.num_recomputed,
+        preemptions_move_total=scheduler.planner.num_moved,
         steps_total=totals.steps,
         prefills_local_total=totals.prefills_local,
         prefills_remote_total=totals.prefills_remote,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem_api.launch import GenerationSettings
 
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, LIMITS, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from tandem_worker.server.answer.request_metrics import RequestObserver
 from tandem_worker.server.answer.resuming import open_journal, take_up
 from tandem_worker.server.dialects.messages.encoder import MessagesEncoder, to_error
 from tandem_worker.server.dialects.messages.request import RENAMED as RENAMED_MESSAGES
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.dialects.renaming import renamed_errors
 from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
 from tandem_worker.server.dialects.responses.request import RENAMED as RENAMED_RESPONSES

@@ -18,7 +18,8 @@ from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs,
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.execute.host_store import HostStore
 from tandem_worker.engine.execute.step import StepOutput
-from tandem_worker.engine.sample.select import build_sampler
+from tandem_worker.engine.sample.contract import Sampler
+from tandem_worker.engine.sample.host_sampler import HostSampler
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, KVCache
@@ -219,3 +220,12 @@ def is_fatal(error: BaseException) -> bool:
     """After a device error no later call on that device can be trusted; without one rank the others compute nothing."""
     fatal = (GroupLostError, getattr(torch, "AcceleratorError", GroupLostError))
     return isinstance(error, fatal) or "CUDA error" in str(error)
+
+
+def build_sampler(vocab_size: int, device: torch.device) -> Sampler:
+    """The sampler that suits a device."""
+    if device.type != "cuda":
+        return HostSampler()
+    from tandem_worker.engine.sample.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size, device)

@@ -18,6 +18,6 @@ def choose_lane(lanes: Sequence[Scheduler], request: Request) -> int:
     def tokens_with(lane: Scheduler) -> int:
         size = lane.blocks.block_size
         cached = lane.blocks.match_prefix(request.prompt_chain, (len(request.prompt) - 1) // size)
-        return lane.running_tokens + lane.queued_prefill_tokens - len(cached) * size
+        return lane.queues.running_tokens + lane.queues.queued_prefill_tokens - len(cached) * size
 
     return min(range(len(lanes)), key=lambda index: tokens_with(lanes[index]))

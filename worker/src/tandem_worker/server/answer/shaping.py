@@ -16,11 +16,10 @@ from tandem_worker.server.dialects.openai.completion_request import CompletionRe
 from tandem_worker.server.dialects.openai.options import CommonOptions
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat
 from tandem_worker.server.prepare.served_model import ServedModel
-from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
+from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler, write_structural_tags
 from tandem_worker.server.structured.contract import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.structured.limits import check_types
-from tandem_worker.server.structured.tags import write_structural_tags
 from tandem_worker.server.structured.token_masks import AllowedTokens, BadWords
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.dialects.fields import refuse
 from tandem_worker.server.dialects.openai.chat_request import ChatRequest, parse_chat
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat
 from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits

@@ -10,7 +10,7 @@ from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.prepare.fitting import observe_bound
 from tandem_worker.server.prepare.job import pack_setup

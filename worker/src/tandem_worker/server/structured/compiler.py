@@ -13,19 +13,19 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits, UnavailableError
-from tandem_worker.server.structured.contract import CompileCounts, GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.contract import CompileCounts, GrammarError, GrammarUnavailableError, StructuralTag
 from tandem_worker.server.structured.grammar import TokenGrammarFactory
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.structured.proving import parser_limits
@@ -308,3 +308,24 @@ def _tidy(error: str) -> str:
     line = error.strip().partition("\n")[0]
     _, found, words = line.partition("failed to compile JSON schema: ")
     return words if found else line
+
+
+def write_structural_tags(tags: Sequence[StructuralTag], special: Collection[str]) -> str:
+    """Structural tags as a grammar: answers are free text with these tags in it.
+
+    `special`: texts of tokens that no text consists of.
+
+    Raises:
+        GrammarError: a text of a tag has one of `special`, so no answer could have it.
+    """
+    for tag in tags:
+        for text in (tag.begin, tag.end):
+            found = next((each for each in special if each and each in text), None)
+            if found is not None:
+                raise GrammarError(f"{text[:80]!r} has {found!r}, a special token of this model, which is no text")
+    grammar = StructTag.to_grammar(
+        [StructTag(trigger=t.trigger, begin=t.begin, grammar=bound_whitespace(t.schema), end=t.end) for t in tags],
+        assume_special=False,
+    )
+    # DEL is the one character that JSON leaves as it is and Lark does not take.
+    return HEADER + grammar.removeprefix("%llguidance {}\n").replace("\x7f", "\\u007f")

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem_worker.server.dialects.fields import Fields, refuse
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.dialects.openai.messages import parse_messages, parse_prediction
-from tandem_worker.server.dialects.openai.options import CommonOptions, parse_common
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, CommonOptions, SamplingDefaults, parse_common
 from tandem_worker.server.dialects.openai.other_servers import refuse_other_servers
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat, parse_output_format
 from tandem_worker.server.dialects.openai.toolspec import parse_tools

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.server.dialects.fields import Fields, check_integer, refuse, wrong_type
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
-from tandem_worker.server.dialects.openai.options import CommonOptions, parse_common
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, CommonOptions, SamplingDefaults, parse_common
 from tandem_worker.server.dialects.openai.other_servers import refuse_other_servers
 from tandem_worker.server.dialects.openai.output_format import TEXT, ResponseFormat, parse_output_format
 

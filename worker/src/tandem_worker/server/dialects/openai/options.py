@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
 from tandem_worker.server.dialects.fields import Fields, check_integer, check_number, check_text, refuse, wrong_type
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
 
 MAX_CHOICES = 16
 """Upper limit of `n`."""
@@ -33,6 +32,24 @@ STORE_ADVICE = (
 )
 _MAX_DIGITS = 19
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request is answered with where it does not say: stands below every request, as a model brings it. Its own
+    values are the API's, which turn everything off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+API_DEFAULTS = SamplingDefaults()
+LIMITS = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
+"""Lowest and highest value of each, in requests as in a model's settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,8 @@ from typing import Any
 import orjson
 
 from tandem_worker.server.dialects.fields import Fields, refuse, write_json, wrong_type
-from tandem_worker.server.dialects.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.dialects.openai.messages import MAX_MESSAGES, join_parts
-from tandem_worker.server.dialects.openai.options import STORE_ADVICE
+from tandem_worker.server.dialects.openai.options import API_DEFAULTS, STORE_ADVICE, SamplingDefaults
 from tandem_worker.server.dialects.openai.other_servers import refuse_other_servers
 from tandem_worker.server.dialects.renaming import EXTENSIONS, Places, Renaming
 
