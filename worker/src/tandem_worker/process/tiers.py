@@ -35,7 +35,7 @@ class Tiers:
     """What others may ask this one for."""
 
     def stats(self) -> list[TierStats]:
-        """Of every tier. Any thread."""
+        """What every tier has done, and what is there now. Any thread."""
         return [tier.stats() for tier in (self.disk, self.peers) if tier is not None]
 
     def flush(self, seconds: float) -> None:

@@ -103,7 +103,7 @@ class TransferStats:
 
 
 def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
-    """Of a process that has both ends. Rates are those of the end that has one, of `other` where both have."""
+    """Counters of a process that has both ends. Rates are those of the end that has one, of `other` where both have."""
     return TransferStats(
         bytes_sent=one.bytes_sent + other.bytes_sent,
         bytes_received=one.bytes_received + other.bytes_received,
