@@ -1,8 +1,8 @@
 """NetworkPolicies, one for each kind of pod: what may connect to it, and what it may connect to.
 
 Two workers of one model meet where key-value blocks move, from decode to prefill workers, and between all of them where
-they give each other their blocks, and within a replica of several pods. Gateways ask decode workers, and read what every
-worker tells about itself. Nobody else needs either, but for clients and for who collects metrics.
+they give each other their blocks, and within a replica of several pods. Gateways ask decode workers, and read what
+every worker tells about itself. Nobody else needs either, but for clients and for who collects metrics.
 """
 
 from __future__ import annotations
