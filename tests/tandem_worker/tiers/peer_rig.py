@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,11 @@ class PeerRig(Rig):
         prefill_rate: float = 1.0,
         ring: Callable[[], KeyRing] = open_ring,
         below: BlockReader | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **kw: Any,
     ) -> None:
-        """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
+        """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late.
+        `clock`: by which loads are late, and others left alone."""
         model: Any = HistoryModel()
         super().__init__(model, num_blocks, model_digest=key.model_digest, **kw)
         self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
@@ -61,7 +64,7 @@ class PeerRig(Rig):
         self.terms = PullTerms(
             key=key, geometry=geometry, memory=memory, identity=identity, ring=ring, landing=threading.Lock()
         )
-        self.source = PeerSource(self.terms, BLOCK_SIZE, counters=counters)
+        self.source = PeerSource(self.terms, BLOCK_SIZE, counters=counters, clock=clock)
         self.source.bind(self.engine.open_desk(CombinedTier([self.source]), cold_blocks=0, fence=memory.fence))
         self.source.start()
         self.shelf = Shelf(key, geometry, memory, self.engine.open_lending(memory.fence), counters, below)

@@ -143,7 +143,7 @@ class EngineCore:
         return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
 
     def open_lending(self, fence: Callable[[], object]) -> LendingDesk:
-        """By way of the desk blocks are lent to who copies them for other workers. A group's lanes have none."""
+        """A desk that lends blocks to who copies them for other workers. A group's lanes have none."""
         from tandem_worker.engine.lending import LendingDesk
 
         (lane,) = self._runner.lanes

@@ -50,7 +50,7 @@ class Tiers:
         return [*self.sinks, *([] if self.peers is None else [self.peers])]
 
     def stats(self) -> list[TierStats]:
-        """Of every tier. Any thread."""
+        """What every tier has done, and what is there now. Any thread."""
         return [tier.stats() for tier in self.sources]
 
     def flush(self, seconds: float) -> None:

@@ -26,6 +26,7 @@ class Load:
 
     @property
     def cut_at(self) -> float:
+        """When it is late, if nothing more comes."""
         return self.began + cut_after(self.valid, len(self.order.names), self.order.seconds_per_block)
 
 

@@ -18,7 +18,7 @@ class CombinedTier:
         """Sources that are as good as each other are asked in this order."""
         self._sources, self._sink = sources, sink
         self._found: BlockSource | None = None
-        """Whose run `find` named last: a load of it is begun before another is looked for."""
+        """The source of the run that `find` named last: a load of it is begun before another is looked for."""
 
     def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         best: tuple[float, float] | None = None

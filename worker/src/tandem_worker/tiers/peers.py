@@ -48,10 +48,10 @@ class PeerSource:
         self._book = LoadBook(self._counters, clock)
         self._lock = threading.Lock()
         self._records: dict[str, PeerRecord] = {}
-        """By endpoint, the last used at the end."""
+        """Records by endpoint, the last used at the end."""
         self._links: dict[str, PeerLink] = {}
         self._usual = BandwidthMeter()
-        """Of all workers together."""
+        """The rate of all workers together."""
         self._seconds_per_block: float | None = None
         self._threads: list[threading.Thread] = []
         self._closed = False

@@ -141,7 +141,7 @@ class TransferStats:
 
 
 def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
-    """For a process that has both ends. Rates are those of the end that has one, of `other` where both have; transports
+    """Counters of a process that has both ends. Rates are those of the end that has one, of `other` where both have; transports
     are those of the end that moves orders' blocks: one that only gives blocks to whoever asks has none but TCP."""
     orders = one if (other.wanted, other.transport, other.fallback) == ("TCP", None, None) else other
     return TransferStats(

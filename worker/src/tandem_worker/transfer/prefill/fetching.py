@@ -42,7 +42,7 @@ class FetchDesk:
         self._shelf, self._account, self._block_size = shelf, account, block_size
         self._wake, self._clock = wake, clock
         self._open: dict[int, _Open] = {}
-        """By transfer, the oldest first."""
+        """Fetches by transfer, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._open)

@@ -59,7 +59,7 @@ class Quotas:
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
     fetches: int = 32
-    """Of blocks by name, at a time: each has a buffer. What is refused is computed where it is wanted."""
+    """Fetches of blocks by name at a time: each has a buffer. What is refused is computed where it is wanted."""
     fetches_per_session: int = 4
     fetched_tokens: int = _FEW_TOKENS
     """Tokens of blocks that one pod may ask for at once after silence, and again in every `FETCHED_SECONDS`."""
