@@ -13,6 +13,9 @@ Invariants of every transport:
 - When `PrefillClient.cancel` has returned, nothing of that generation is written any more.
 - The prefill end keeps blocks allocated until its peer has acknowledged them or is gone, and not longer.
 
+What is said, and who is believed, is the TCP connection's in every transport; `transports.open_transports` is the
+one place that reads which of them moves the blocks.
+
 Where a worker is a group of ranks, all of this holds of the group: its first rank orders, or takes orders, and the
 others follow through a `GroupChannel`.
 """
