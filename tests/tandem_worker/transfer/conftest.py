@@ -30,6 +30,9 @@ QUICK = TransferTimeouts(
     queue=1.5,
 )  # fmt: skip
 
+PATIENT = replace(QUICK, connect=5.0, handshake=5.0, frame=5.0, silence=4.0, stall=2.0, queue=10.0)
+"""For pieces that an engine moves: its threads, too, are behind on a busy machine."""
+
 
 def build_cache(num_blocks: int = 16, *, dtype: torch.dtype = torch.float32, heads: int = 2) -> KVCache:
     layer = KVLayerSpec(block_shape=(2, heads, BLOCK_SIZE, 8))
@@ -137,7 +140,8 @@ class Pair:
         fill(self.source)
         self.transports = transports or [build_transports(transport), build_transports(transport)]
         """Of the decode end and of the prefill end."""
-        self.client = TcpPrefillClient(verify=verify, timeouts=QUICK, transports=self.transports[0], **client)
+        self.timeouts = QUICK if transport == "TCP" else PATIENT
+        self.client = TcpPrefillClient(verify=verify, timeouts=self.timeouts, transports=self.transports[0], **client)
         space = BlockSpace(self.target)
         self.identity = Identity(worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint)
         self.client.bind(self.decode, space, self.identity)
@@ -150,7 +154,7 @@ class Pair:
             identity=replace(self.identity, worker="prefill-0", **changes),
             host="127.0.0.1",
             port=0,
-            timeouts=QUICK,
+            timeouts=self.timeouts,
             transports=self.transports[1],
             **(server or {}),
         )

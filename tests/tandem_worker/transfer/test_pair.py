@@ -213,3 +213,21 @@ def test_closing_the_prefill_worker_fails_its_orders(held_pair: Any, kit: Simple
     held_pair.server.close()
     kit.eventually(lambda: bool(held_pair.decode.failed))
     assert held_pair.prefill.released == [name]
+
+
+def test_two_decode_workers_and_two_prefill_workers_meet(kit: SimpleNamespace, transport: str) -> None:
+    pairs = [kit.Pair(transport=transport) for _ in range(2)]
+    try:
+        endpoints = [pair.serve() for pair in pairs]
+        for number in range(12):
+            for pair in pairs:
+                pair.client.start(pair.order(endpoints[number % 2], tokens=32, name=f"r{number}"))
+        for pair in pairs:
+            kit.eventually(lambda pair=pair: len(pair.decode.done) + len(pair.decode.failed) == 12)
+            assert pair.decode.failed == []
+            assert pair.arrived(0, 8)
+            assert pair.client.stats().connections == 2
+            kit.eventually(lambda pair=pair: len(pair.prefill.released) == 12)
+    finally:
+        for pair in pairs:
+            pair.close()

@@ -13,6 +13,9 @@ Invariants of every transport:
 - When `PrefillClient.cancel` has returned, nothing of that generation is written any more.
 - The prefill end keeps blocks allocated until its peer has acknowledged them or is gone, and not longer.
 
+What is said, and who is believed, is the TCP connection's in every transport; `transports.open_transports` is the
+one place that reads which of them moves the blocks.
+
 Where a worker is a group of ranks, all of this holds of the group: its first rank orders, or takes orders, and the
 others follow through a `GroupChannel`.
 """
@@ -141,8 +144,8 @@ class TransferStats:
 
 
 def join_stats(one: TransferStats, other: TransferStats) -> TransferStats:
-    """Counters of a process that has both ends. Rates are those of the end that has one, of `other` where both have; transports
-    are those of the end that moves orders' blocks: one that only gives blocks to whoever asks has none but TCP."""
+    """Counters of a process that has both ends. Rates are those of the end that has one, of `other` where both have;
+    transports are those of the end that moves orders' blocks: one that only gives blocks away has none but TCP."""
     orders = one if (other.wanted, other.transport, other.fallback) == ("TCP", None, None) else other
     return TransferStats(
         bytes_sent=one.bytes_sent + other.bytes_sent,

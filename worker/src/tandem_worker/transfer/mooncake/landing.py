@@ -97,6 +97,8 @@ class LandingPool:
         self._most = most
         self._lock = threading.Lock()
         self._free: list[Landing] = []
+        self._idle: list[Engine] = []
+        """Without memory that anybody may write to."""
         self._held: list[_Held] = []
         self._retired: list[Memory] = []
         """Whose addresses must never be another landing's: a write that comes late names an address, no slot."""
@@ -120,11 +122,14 @@ class LandingPool:
                 landing = self._free.pop()
                 landing.engine.unregister(landing.memory)
                 self._retire(landing.memory)
-                return Landing(landing.engine, slot_bytes)
-            if self._num_engines >= self._most:
-                raise TransferError(f"all {self._most} landings are in use, {len(self._held)} of them held back")
-            landing = Landing(self._begin_engine(), slot_bytes)
-            self._num_engines += 1
+                self._idle.append(landing.engine)
+            if not self._idle:
+                if self._num_engines >= self._most:
+                    raise TransferError(f"all {self._most} landings are in use, {len(self._held)} of them held back")
+                self._idle.append(self._begin_engine())
+                self._num_engines += 1
+            landing = Landing(self._idle[-1], slot_bytes)
+            self._idle.pop()
             return landing
 
     def give_back(self, landing: Landing, instance: str) -> None:
@@ -147,7 +152,7 @@ class LandingPool:
         for held in self._held:
             if is_settled(held) or not held.engine.is_reached():
                 self._retire(held.memory)
-                self._free.append(Landing(held.engine, SLOT_BYTES))
+                self._idle.append(held.engine)
             else:
                 still.append(held)
         self._held = still
