@@ -197,3 +197,10 @@ def test_one_of_many_is_guessed_for_where_others_hardly_notice() -> None:
             say(sequence, [1, 2, 3, 4] if number == 0 else [50])
     assert len(heads.passes) >= 200
     assert sum(heads.passes[-100:]) < 200, "the others are left out"
+
+
+def test_texts_that_are_read_together_are_bounded() -> None:
+    heads = Heads()
+    sequences = [make_sequence(number, prompt) for number, prompt in enumerate((30_000, 30_000, 10_000, 5_000, 70_000))]
+    found = ask(DraftGuesser(heads.begin, 4), sequences)
+    assert set(found) == {sequences[0], sequences[1], sequences[3]}
