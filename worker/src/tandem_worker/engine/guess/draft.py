@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, Protocol
 
-from tandem_worker.engine.guess.budget import MOST_LOSS
+from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS
 from tandem_worker.engine.guess.contract import Guess, Guesser, Source
 from tandem_worker.engine.guess.costs import StepCosts
 from tandem_worker.engine.guess.rates import Luck
@@ -28,10 +28,14 @@ _PRIOR_WEIGHT = 8.0
 _PRIOR_DEPTH = 0.4
 """Chance of a guess whose confidence is not known yet."""
 _MEMORY = 400.0
+_OWN_WEIGHT, _OWN_DECAY = 2.0, 0.95
 _PROBE = 32
 _PRIOR_PASS = 0.1
 """Duration of a pass as a share of a step's, before one was measured."""
 _PASS_WEIGHT = 0.1
+_MOST_READ = 1 << 16
+"""Tokens of the texts that chains begin behind, in one step together: their entries are gathered in memory beside the
+blocks, some 0.8 KiB for each with SmolLM2, 4 KiB with a model of 8 billion weights."""
 _LEAST_VALUE = 0.05
 """Least chance of a guess to be reached and right, behind which nothing is guessed."""
 
@@ -97,11 +101,24 @@ class _Choice:
     """What is known of one choice."""
 
     luck: Luck = field(default_factory=Luck)
-    known: int = 0
-    """Tokens of the answer when it was guessed for last."""
+    hits: float = 0.0
+    trials: float = 0.0
+    """First guesses that were right, and all of them; older ones fade."""
+    known: int = -_PROBE
+    """Tokens of the answer when it was guessed for last; it never was: it is tried at once."""
     tokens: list[int] = field(default_factory=list[int])
     confidences: list[float] = field(default_factory=list[float])
     """The head's, in the guesses behind those."""
+
+    def expect(self, usual: float) -> float:
+        """Chance of its next first guess, where that of others is the `usual` one. Falls to a tenth of it and less, as
+        luck does not: a pass that is in vain has cost its time already."""
+        return (_OWN_WEIGHT * usual + self.hits) / (_OWN_WEIGHT + self.trials)
+
+    def record_first(self, *, hit: bool) -> None:
+        """Its first guess was right, or was not."""
+        self.hits = _OWN_DECAY * self.hits + hit
+        self.trials = _OWN_DECAY * self.trials + 1.0
 
 
 class DraftGuesser:
@@ -137,7 +154,7 @@ class DraftGuesser:
             self._learn(sequence)
         incoming = {block for _, block in plan.moves_in}
         able = [s for s in sequences if self._may_guess(s) and (not incoming or incoming.isdisjoint(s.block_ids))]
-        chosen = able if self._costs is None else self._choose(able, found, plan)
+        chosen = _fit(able if self._costs is None else self._choose(able, found, plan))
         if chosen:
             for sequence, guess in self._draft(chosen, found, most, plan).items():
                 if _worth(guess) > _worth(found.get(sequence)):
@@ -157,6 +174,8 @@ class DraftGuesser:
         said = sequence.output[choice.known :]
         for depth, (token, guess, confidence) in enumerate(zip(said, choice.tokens, choice.confidences, strict=False)):
             hit = token == guess
+            if not depth:
+                choice.record_first(hit=hit)
             choice.luck.record(self._rates.chance(confidence), hit=hit)
             self._rates.record(depth, confidence, hit=hit)
             if not hit:
@@ -165,16 +184,20 @@ class DraftGuesser:
 
     def _choose(self, able: list[Sequence], found: Mapping[Sequence, Guess], plan: StepPlan) -> list[Sequence]:
         """Those for whom a first pass is likely to pay, and those whose turn it is to be tried."""
-        expected = self._rates.expected(0)
-        cost = self._pass_cost(len(able), plan, self._first_seconds) / len(able) if able else 0.0
-        chosen: list[Sequence] = []
+        if not able:
+            return []
+        usual, count = self._rates.expected(0), max(1, len(plan.decodes))
+        cost = self._pass_cost(len(able), plan, self._first_seconds) + self._check_cost(plan, 0, len(able))
+        least = cost * count / len(able) + (LEAST_GAIN - 1)
+        paying: set[Sequence] = set()
         for sequence in able:
-            choice = self._choices.setdefault(sequence, _Choice())
-            chance = choice.luck.apply(expected)
-            pays = chance - _worth(found.get(sequence)) > cost * max(1, len(plan.decodes))
-            if pays or len(sequence.output) % _PROBE == 1:
-                chosen.append(sequence)
-        return chosen
+            chance = self._choices.setdefault(sequence, _Choice()).expect(usual)
+            if chance - _worth(found.get(sequence)) > least:
+                paying.add(sequence)
+        if len(paying) < count and self._pass_cost(len(paying), plan, self._first_seconds) > MOST_LOSS:
+            paying = set()  # the others would pay for it
+        due = {sequence for sequence in able if len(sequence.output) - self._choices[sequence].known >= _PROBE}
+        return [sequence for sequence in able if sequence in paying or sequence in due]
 
     def _draft(
         self, chosen: list[Sequence], found: Mapping[Sequence, Guess], most: Mapping[Sequence, int], plan: StepPlan
@@ -195,7 +218,8 @@ class DraftGuesser:
         for level in range(depth):
             active = [row for row in active if level < most[chosen[row]]]
             if level:
-                active = self._go_on(active, values, level, plan, gained + others, spent)
+                made = sum(map(len, chances))
+                active = self._go_on(active, values, level, plan, gained + others, spent, made)
             if not active:
                 break
             known = self._more_seconds if level else self._first_seconds
@@ -217,7 +241,14 @@ class DraftGuesser:
         }
 
     def _go_on(
-        self, active: list[int], values: list[float], level: int, plan: StepPlan, gained: float, spent: float
+        self,
+        active: list[int],
+        values: list[float],
+        level: int,
+        plan: StepPlan,
+        gained: float,
+        spent: float,
+        made: int,
     ) -> list[int]:
         """Those that one more pass is made for: it must add tokens at the rate at which the step has them."""
         if self._costs is None:
@@ -227,7 +258,7 @@ class DraftGuesser:
         if not worth:
             return []
         count = max(1, len(plan.decodes))
-        cost = self._pass_cost(len(worth), plan, self._more_seconds)
+        cost = self._pass_cost(len(worth), plan, self._more_seconds) + self._check_cost(plan, made, len(worth))
         adds = sum(values[row] for row in worth) * expected
         rate = (1 + gained / count) / (1 + spent)
         leaves_others = len(worth) < count and spent + cost > MOST_LOSS
@@ -240,6 +271,13 @@ class DraftGuesser:
             blocks = [sources.get(block, block) for block in blocks]
         return Place(sequence.output[-1], position, blocks)
 
+    def _check_cost(self, plan: StepPlan, made: int, more: int) -> float:
+        """What so many guesses more make the step longer, where `made` are checked, as a share of the step's."""
+        if self._costs is None:
+            return 0.0
+        relative, rows = self._costs.relative, plan.num_tokens
+        return (relative(rows + made + more) - relative(rows + made)) / relative(rows)
+
     def _pass_cost(self, rows: int, plan: StepPlan, known: Mapping[int, float]) -> float:
         """Duration of a pass of so many chains, as a share of the step's; `known` are those of its kind."""
         step = None if self._costs is None else self._costs.predict(plan.num_tokens)
@@ -248,6 +286,17 @@ class DraftGuesser:
         wanted = rows.bit_length()
         nearest = min(known, key=lambda size: (abs(size - wanted), size))
         return known[nearest] * 2.0 ** max(0, wanted - nearest) / step
+
+
+def _fit(chosen: list[Sequence]) -> list[Sequence]:
+    """Those whose texts are read in one step."""
+    fitting: list[Sequence] = []
+    room = _MOST_READ
+    for sequence in chosen:
+        if sequence.num_planned <= room:
+            fitting.append(sequence)
+            room -= sequence.num_planned
+    return fitting
 
 
 def _measure(known: dict[int, float], rows: int, seconds: float) -> None:
