@@ -222,13 +222,13 @@ def test_packed_by_onednn_the_kernels_compute_the_same(
     save_random_model: Any, paged_sequences: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CPUs with AMX, whose weights oneDNN packs."""
-    from tandem_worker.model.backends.native import layers
+    from tandem_worker.model.backends.native import backend, layers
 
     save_random_model(CONFIGS["llama"]())
     runs = []
     for packs in (True, False):
-        monkeypatch.setattr(layers, "_PACKS", packs)
-        monkeypatch.setattr(layers, "NATIVE", replace(layers.NATIVE, packer=NativePacker if packs else None))
+        monkeypatch.setattr(layers, "PACKS", packs)
+        monkeypatch.setattr(backend, "NATIVE", replace(backend.NATIVE, packer=NativePacker if packs else None))
         model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16, backend=BackendName.NATIVE)
         runs.append(three_sequences(model, paged_sequences))
     assert all(torch.equal(*(run.step(new) for run in runs)) for new in steps())

@@ -50,13 +50,23 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence], credit: MaskC
 
     Rows that take the likeliest token cost the host no waiting.
     """
-    best, winners = logits.max(dim=-1)
+    best, winners = _find_likeliest(logits)
     tokens = torch.where(best.abs() < torch.inf, winners, NO_TOKEN)
     special = [row for row, sequence in enumerate(sequences) if not sequence.sampler_state.is_plain_for(sequence)]
     if special:
         chosen = _sample_special(logits[special], [sequences[row] for row in special], credit or MaskCredit())
         tokens[special] = torch.where(tokens[special] == NO_TOKEN, NO_TOKEN, chosen)
     return tokens
+
+
+def _find_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of `[N, vocab]` the greatest logit, and the lowest id that has it; the first that is not a number."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # Ten times as fast in numpy, and on this thread alone: the kernels' threads have the cores.
+        winners = torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return logits.gather(1, winners[:, None])[:, 0], winners
+    best, winners = logits.max(dim=-1)
+    return best, winners
 
 
 def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:

@@ -319,9 +319,10 @@ void sum_keys(const Attention& a, const Item& item, Index first, Index last, Scr
     for (Index key = first; key < last; key += kKeys) {
         const Index count = std::min(kKeys, last - key);
         const bf16 *key_rows[kKeys] = {}, *value_rows[kKeys] = {};
-        for (Index i = 0; i < count; ++i) {
-            const Index at = key + i;
-            key_rows[i] = a.layer + table[at / a.block_size] * block + item.kv_head * plane + at % a.block_size * width;
+        Index number = key / a.block_size, within = key % a.block_size;
+        for (Index i = 0; i < count; ++i, ++within) {
+            if (within == a.block_size) ++number, within = 0;
+            key_rows[i] = a.layer + table[number] * block + item.kv_head * plane + within * width;
             value_rows[i] = key_rows[i] + a.num_kv_heads * plane;
         }
         const Index padded = (count + kLanes - 1) / kLanes * kLanes;
