@@ -33,9 +33,9 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPE = torch.float32 if INTERPRETS else torch.bfloat16
 WIDER = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128, "intermediate_size_mlp": 128,
-    "vocab_size": 300, "v_head_dim": 32, "q_lora_rank": 64,
+    "vocab_size": 301, "v_head_dim": 32, "q_lora_rank": 64,
 }  # fmt: skip
-"""Widths that the form takes: multiples of 64, halves for two ranks too."""
+"""Widths that the form takes: multiples of 64, halves for two ranks too. The vocabulary does not divide."""
 GATE = ("llama", "qwen3_moe")
 EXPERTS = ("qwen3_moe", "deepseek", "gpt_oss", "llama4")
 SHARES = [

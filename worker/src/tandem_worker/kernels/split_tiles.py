@@ -122,11 +122,11 @@ def escape_values(beside_ptr, at, end, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_escapes(
-    accumulated, x_ptr, x_offsets, x_valid, beside_ptr, first_value, rows, num_rows, k_begin, k_end,
+    accumulated, x_ptr, x_offsets, x_valid, beside_ptr, begin, end, first_value, rows, k_begin, k_end,
     BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums `[BLOCK_M, BLOCK_N]`, in which every escape in columns [k_begin, k_end) counted as `first_value`."""
-    begin, end = escape_range(beside_ptr, rows, num_rows)
+    """Sums `[BLOCK_M, BLOCK_N]`, in which every escape from word `begin` to `end` that is in columns [k_begin, k_end)
+    counted as `first_value`."""
     for at in range(begin, end, 2 * ESCAPES):
         row, column, value, live = escape_values(beside_ptr, at, end, DTYPE)
         k = column // 64 * 64 + column % 32 * 2  # where its pair is
@@ -156,6 +156,7 @@ def pair_product(
     """As `weight_tiles.product`."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     table_low, table_high, first_value = read_table(beside_ptr, DTYPE)
+    begin, end = escape_range(beside_ptr, rows, num_rows)  # asked for here, there at the end
     accumulated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k_start in range(k_begin, k_end, BLOCK_K):
         columns = pair_columns(k_start, BLOCK_K)
@@ -170,5 +171,17 @@ def pair_product(
         accumulated = tl.dot(x_a, tl.trans(a), accumulated, input_precision="ieee")
         accumulated = tl.dot(x_b, tl.trans(b), accumulated, input_precision="ieee")
     return add_escapes(
-        accumulated, x_ptr, x_offsets, x_valid, beside_ptr, first_value, rows, num_rows, k_begin, k_end, BLOCK_N, DTYPE
+        accumulated,
+        x_ptr,
+        x_offsets,
+        x_valid,
+        beside_ptr,
+        begin,
+        end,
+        first_value,
+        rows,
+        k_begin,
+        k_end,
+        BLOCK_N,
+        DTYPE,
     )
