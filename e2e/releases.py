@@ -25,7 +25,7 @@ ADDED_FIELD = "lookahead"
 ADDED_DEFAULT = 4
 _ADDITIONS = (
     (
-        "api/src/tandem_api/inferencemodel.py",
+        "api/src/tandem_api/crd/engine.py",
         "class Engine(Authored):\n",
         f'    {ADDED_FIELD}: Annotated[int, Field(ge=1, le=64)] = {ADDED_DEFAULT}\n    """Of a later release."""\n',
     ),

@@ -206,7 +206,7 @@ def test_monitors_and_rules_are_made_where_their_types_are() -> None:
 
 def test_monitors_select_what_pods_carry() -> None:
     """Ports and labels of the pods that the operator makes."""
-    from tandem_api.inferencemodel import InferenceModel
+    from tandem_api.crd.resource import InferenceModel
     from tandem_operator.workloads import Blueprint, build_children
     from tandem_operator.workloads.release import Release
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tandem_api.inferencemodel import InferenceModelSpec
+from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.names import LABEL_NODES_PER_REPLICA, LABEL_REVISION, LABEL_ROLE
 
 from e2e.rollouts.cases import SHAPES, ChangeKind, RolloutCase, manifest, missing_cases, plan_cases, widths

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
-from tandem_api.inferencemodel import InferenceModel
+from tandem_api.crd.resource import InferenceModel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api import tracing
-from tandem_api.inferencemodel import Tracing
+from tandem_api.crd.observability import Tracing
 from tandem_api.launch import TracingConfig
 from tandem_api.span_export import SpanExport
 from tandem_api.tracing import Span, TraceContext, Tracer, read_context, read_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tandem_api.inferencemodel import InferenceModel
+from tandem_api.crd.resource import InferenceModel
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.release import Release

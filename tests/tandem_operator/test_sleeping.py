@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import raw_model
 from prometheus_client import REGISTRY
+from tandem_api.crd.resource import InferenceModel
 from tandem_api.fleet import FleetReport
-from tandem_api.inferencemodel import InferenceModel
 from tandem_api.launch import GatewayConfig, GatewayQueue
 from tandem_gateway.process.server import Server
 from tandem_gateway.process.settings import Settings

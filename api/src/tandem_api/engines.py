@@ -15,7 +15,7 @@ from tandem_api.names import Role
 from tandem_api.validation import cel_string, rule
 
 if TYPE_CHECKING:
-    from tandem_api.inferencemodel import InferenceModelSpec
+    from tandem_api.crd.spec import InferenceModelSpec
 
 EngineKind = Literal["Tandem", "VLLM", "SGLang"]
 ENGINES: dict[str, EngineKind] = {kind: kind for kind in get_args(EngineKind)}

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from tandem_api.inferencemodel import MODEL_NAME_MAX
+from tandem_api.crd.fields import MODEL_NAME_MAX
 from tandem_api.names import GROUP
 from tandem_api.schema import Schema, custom_resource_definition
 from tandem_api.validation import RULES_KEY
 from tandem_api.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[3]
-HEADER = "# Generated from api/src/tandem_api/inferencemodel.py by `make generate`. Do not edit.\n"
+HEADER = "# Generated from api/src/tandem_api/crd by `make generate`. Do not edit.\n"
 DEFAULTS = "# Generated from values.yaml by `make generate`, for templates to read. Do not edit.\n"
 COMPLETE = '{{- include "tandem.complete" . }}'
 """How every template of the chart begins: what an earlier release's values lack is added to them."""
@@ -61,7 +61,7 @@ def _yaml(value: Any) -> str:
 def _reference(definition: Schema) -> str:
     root = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     lines = [
-        "<!-- Generated from api/src/tandem_api/inferencemodel.py by `make generate`. Do not edit. -->",
+        "<!-- Generated from api/src/tandem_api/crd by `make generate`. Do not edit. -->",
         "# InferenceModel",
         "",
         "`tandem.dev/v1alpha1`, namespaced, short name `im`. `kubectl explain inferencemodels.tandem.dev.spec` prints",

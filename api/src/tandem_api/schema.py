@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from tandem_api.crd.resource import ROOT_RULES
+from tandem_api.crd.spec import InferenceModelSpec
+from tandem_api.crd.status import InferenceModelStatus
 from tandem_api.errors import SchemaError
-from tandem_api.inferencemodel import ROOT_RULES, InferenceModelSpec, InferenceModelStatus
 from tandem_api.names import GROUP, KIND, PLURAL, VERSION
 from tandem_api.validation import RULES_KEY
 

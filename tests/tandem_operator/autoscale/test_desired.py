@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, blueprint, raw_model, stateful_set
-from tandem_api.inferencemodel import InferenceModel, ScalingStatus
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import ScalingStatus
 from tandem_api.names import Role
 from tandem_operator.autoscale.desired import Recommendation, settle_replicas
 from tandem_operator.kube.client import KubeClient

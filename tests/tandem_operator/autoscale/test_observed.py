@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from operator_objects import blueprint, container, pod, settled, stateful_set
-from tandem_api.inferencemodel import Condition, RolloutStatus
+from tandem_api.crd.status import Condition, RolloutStatus
 from tandem_api.names import Role
 from tandem_operator.autoscale.accelerators import count_gpus
 from tandem_operator.autoscale.observed import ObservedModel, observe_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from operator_objects import UID, blueprint, settled
-from tandem_api.inferencemodel import RolloutStatus
+from tandem_api.crd.status import RolloutStatus
 from tandem_operator.children.inherit import keep_what_runs
 from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.children.templates import (

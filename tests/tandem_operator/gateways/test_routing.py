@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, raw_model
-from tandem_api.inferencemodel import InferenceModel
+from tandem_api.crd.resource import InferenceModel
 from tandem_api.launch import GatewayRouting, StoreLimits, TracingConfig, TTFTDeadline
 from tandem_operator.gateways.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
 from tandem_operator.workloads import Blueprint

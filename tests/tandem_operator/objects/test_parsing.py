@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import raw_model
-from tandem_api.inferencemodel import (
+from tandem_api.crd.status import (
     CanaryStatus,
     Condition,
     InferenceModelStatus,

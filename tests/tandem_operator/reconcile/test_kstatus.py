@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import READY, blueprint, container, settled
-from tandem_api.inferencemodel import InferenceModelStatus, ScalingStatus
+from tandem_api.crd.status import InferenceModelStatus, ScalingStatus
 from tandem_api.schema import custom_resource_definition
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.objects.problem import Problem

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from operator_objects import blueprint, container, pod, settled
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.crd.status import Condition, InferenceModelStatus
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.objects.problem import Problem
 from tandem_operator.reconcile.status import build_status, refused_status

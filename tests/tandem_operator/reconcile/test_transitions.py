@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 from operator_objects import blueprint, children
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
+from tandem_api.crd.status import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 from tandem_api.launch import GatewayRouting
 from tandem_operator.reconcile.transitions import apply_happenings, rollout_happenings, status_happenings
 from tandem_operator.workloads import build_children

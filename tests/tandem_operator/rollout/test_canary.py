@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.inferencemodel import Canary, CanaryFigures, CanaryStatus, RolloutStatus
+from tandem_api.crd.rollout import Canary
+from tandem_api.crd.status import CanaryFigures, CanaryStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 from tandem_operator.objects.problem import Problem

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tandem_api.crd.rollout import Canary
+from tandem_api.crd.status import CanaryFigures
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport
-from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_operator.rollout.figures import (
     Judgement,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from operator_objects import RELEASE, blueprint, settled
-from tandem_api.inferencemodel import ImagesStatus, InferenceModel, RolloutStatus
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import ImagesStatus, RolloutStatus
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.rollout.images import ImagePlan, plan_images
 from tandem_operator.workloads.release import Release

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from operator_objects import UID, blueprint, settled
-from tandem_api.inferencemodel import InferenceModelStatus, RoleStatus
+from tandem_api.crd.status import InferenceModelStatus, RoleStatus
 from tandem_api.names import LABEL_ROLE, Role
 from tandem_operator.children.plan import plan_children
 from tandem_operator.objects.manifests import ChildKey, child_key, labels_of, own_workloads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus
+from tandem_api.crd.status import Condition, InferenceModelStatus, RolloutStatus
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.queue import RolloutQueue, next_in_queue
 

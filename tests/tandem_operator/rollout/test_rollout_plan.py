@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from operator_objects import UID, blueprint, container
-from tandem_api.inferencemodel import CanaryFigures, InferenceModelStatus, RolloutStatus
+from tandem_api.crd.status import CanaryFigures, InferenceModelStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 from tandem_operator.children.plan import ChildStep, plan_step

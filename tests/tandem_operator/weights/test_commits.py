@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import blueprint, cases, raw_model, released, settled
-from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, ModelStatus
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import InferenceModelStatus, ModelStatus
 from tandem_operator.objects.manifests import ChildKey
 from tandem_operator.objects.problem import Problem
 from tandem_operator.weights.commits import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from api_double import api_client, serving
-from tandem_api.inferencemodel import SecretKey
+from tandem_api.crd.model import SecretKey
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.weights.commits import CommitAnswer, CommitQuestion

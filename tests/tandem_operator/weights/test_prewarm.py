@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from operator_objects import UID, blueprint, children
 from pydantic import ValidationError
-from tandem_api.inferencemodel import InferenceModelSpec
+from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key

@@ -16,13 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_api import names
-from tandem_api.inferencemodel import (
-    InferenceModel,
-    RoleScalingStatus,
-    RoleStatus,
-    ScalingStatus,
-    WorkerRole,
-)
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.roles import WorkerRole
+from tandem_api.crd.status import RoleScalingStatus, RoleStatus, ScalingStatus
 from tandem_api.names import Role
 
 from tandem_operator.autoscale.plan.contract import COMPONENTS

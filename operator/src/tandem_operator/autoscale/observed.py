@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus
+from tandem_api.crd.spec import InferenceModelSpec
+from tandem_api.crd.status import RolloutStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 from tandem_api.names import GROUP
 
 from tandem_operator.children.matching import satisfies

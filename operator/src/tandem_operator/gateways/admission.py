@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 from tandem_api.names import CONDITION_ADMITTED, Role
 
 from tandem_operator.gateways.fleet import REJECTED_SECONDS, FleetView

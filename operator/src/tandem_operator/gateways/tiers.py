@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 from tandem_api.telemetry import TierTelemetry
 
 from tandem_operator.workloads.blueprint import Blueprint

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
-from tandem_api.inferencemodel import InferenceModel, InferenceModelSpec, InferenceModelStatus
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.spec import InferenceModelSpec
+from tandem_api.crd.status import InferenceModelStatus
 
 from tandem_operator.objects.errors import InvalidSpecError
 from tandem_operator.objects.manifests import Manifest, dig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from tandem_api import names
-from tandem_api.inferencemodel import RoleStatus
+from tandem_api.crd.status import RoleStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
-from tandem_api.inferencemodel import OperatorClaim
+from tandem_api.crd.status import OperatorClaim
 
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 from tandem_api.names import FIELD_MANAGER
 
 from tandem_operator.objects.manifests import ChildKey, Manifest, ModelKey, dig_list, parse_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, ScalingStatus
+from tandem_api.crd.status import Condition, InferenceModelStatus, ScalingStatus
 
 from tandem_operator.autoscale.observed import observe_model
 from tandem_operator.autoscale.plan.words import report_attainment, report_scaling

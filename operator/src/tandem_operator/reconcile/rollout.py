@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 
-from tandem_api.inferencemodel import CanaryFigures, InferenceModel, InferenceModelStatus, RolloutStatus
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import CanaryFigures, InferenceModelStatus, RolloutStatus
 
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.kube.client import KubeClient

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, ImagesStatus, InferenceModelStatus, RolloutStatus, ScalingStatus
+from tandem_api.crd.status import Condition, ImagesStatus, InferenceModelStatus, RolloutStatus, ScalingStatus
 from tandem_api.names import Role
 from tandem_api.version import VERSION
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_api.inferencemodel import InferenceModelStatus
+from tandem_api.crd.status import InferenceModelStatus
 
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.recorder import EventRecorder

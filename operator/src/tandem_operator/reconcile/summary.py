@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 

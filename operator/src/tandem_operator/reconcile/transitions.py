@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
+from tandem_api.crd.status import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 
 from tandem_operator.autoscale.plan.words import rested_by, scaled_by
 from tandem_operator.objects.happening import Happening

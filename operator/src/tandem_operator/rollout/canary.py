@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tandem_api.inferencemodel import Canary, CanaryStatus, CanaryStep, RolloutStatus
+from tandem_api.crd.rollout import Canary, CanaryStep
+from tandem_api.crd.status import CanaryStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import ANNOTATION_RETRY_CANARY, Role
 from tandem_api.quantities import parse_duration

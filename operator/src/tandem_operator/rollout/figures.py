@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tandem_api.crd.rollout import Canary
+from tandem_api.crd.status import CanaryFigures
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport, percentile, percentile_bounds
-from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 

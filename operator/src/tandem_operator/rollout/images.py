@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import Condition, ImagesStatus, RolloutStatus
 from tandem_api.engines import FOREIGN_ENGINES
-from tandem_api.inferencemodel import Condition, ImagesStatus, InferenceModel, RolloutStatus
 from tandem_api.names import Role, workload_name
 
 from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Children, Manifest, dig, dig_list

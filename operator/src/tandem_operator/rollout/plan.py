@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from tandem_api.inferencemodel import CanaryFigures, InferenceModelSpec, InferenceModelStatus, RolloutStatus
+from tandem_api.crd.spec import InferenceModelSpec
+from tandem_api.crd.status import CanaryFigures, InferenceModelStatus, RolloutStatus
 from tandem_api.names import ANNOTATION_RETRY_CANARY, LABEL_ROLE, Role
 from tandem_api.quantities import parse_duration
 

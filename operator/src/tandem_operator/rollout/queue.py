@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import InferenceModelStatus
+from tandem_api.crd.status import InferenceModelStatus
 
 from tandem_operator.objects.manifests import ModelKey
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from pydantic import ValidationError
-from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus, WorkerRole
+from tandem_api.crd.roles import WorkerRole
+from tandem_api.crd.spec import InferenceModelSpec
+from tandem_api.crd.status import RolloutStatus
 
 from tandem_operator.objects.errors import UnreadableRevisionError
 from tandem_operator.objects.manifests import CONTROLLER_REVISION, ChildKey, Children, Manifest, controller_of, dig

@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 
 from pydantic import ValidationError
-from tandem_api.inferencemodel import InferenceModel, Model, ModelStatus, SecretKey
+from tandem_api.crd.model import Model, SecretKey
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.status import ModelStatus
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import GROUP
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import aiohttp
-from tandem_api.inferencemodel import SecretKey
+from tandem_api.crd.model import SecretKey
 
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import Condition
+from tandem_api.crd.status import Condition
 
 from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.objects.errors import InvalidOverlayError

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_api import names
+from tandem_api.crd.resource import InferenceModel
+from tandem_api.crd.roles import WorkerRole
 from tandem_api.engines import FOREIGN_ENGINES
-from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import (

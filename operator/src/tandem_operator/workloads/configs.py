@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from tandem_api import names
-from tandem_api.inferencemodel import KVDisk
+from tandem_api.crd.engine import KVDisk
 from tandem_api.launch import (
     GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,

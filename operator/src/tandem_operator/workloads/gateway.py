@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem_api import names
-from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
+from tandem_api.crd.gateway import GatewayService, HTTPRoute
+from tandem_api.crd.pods import Resources
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list

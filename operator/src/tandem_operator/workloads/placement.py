@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from tandem_api.inferencemodel import TopologySpreadConstraint, Workload
+from tandem_api.crd.pods import TopologySpreadConstraint, Workload
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import Manifest, dig

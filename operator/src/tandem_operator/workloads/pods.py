@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from tandem_api import names
-from tandem_api.inferencemodel import LONGEST_DRAIN, Resources, Workload
+from tandem_api.crd.pods import Resources, Workload
+from tandem_api.crd.rollout import LONGEST_DRAIN
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem_api import names
-from tandem_api.inferencemodel import WorkerRole
+from tandem_api.crd.roles import WorkerRole
 from tandem_api.launch import GroupConfig
 
 from tandem_operator.objects.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of

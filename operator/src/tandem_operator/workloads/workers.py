@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem_api import names
-from tandem_api.inferencemodel import WorkerRole
+from tandem_api.crd.roles import WorkerRole
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tandem_api.crd.status import StartFigures, StartStatus
 from tandem_api.fleet import FleetReport, WorkerReport
-from tandem_api.inferencemodel import StartFigures, StartStatus
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 from tandem_operator.autoscale.plan.snapshots import Heard, PodStart, RoleCount, take_starts

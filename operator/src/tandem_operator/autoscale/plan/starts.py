@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 
-from tandem_api.inferencemodel import StartFigures, StartStatus
+from tandem_api.crd.status import StartFigures, StartStatus
 from tandem_api.names import Role
 
 from tandem_operator.autoscale.plan.contract import COMPONENTS

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition, RoleScalingStatus, ScalingStatus
+from tandem_api.crd.status import Condition, RoleScalingStatus, ScalingStatus
 from tandem_api.names import Role
 
 from tandem_operator.autoscale.plan.contract import COMPONENTS, Decision, RoleDecision

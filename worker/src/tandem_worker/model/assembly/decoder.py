@@ -116,7 +116,7 @@ class DecoderLM:
         step = self.begin_step(batch, kv_cache.spec.block_size)
         width, places = self.hidden_size, {layer: place for place, layer in enumerate(taps)}
         features = torch.empty(hidden.shape[0], len(taps) * width, dtype=self.dtype, device=self.device)
-        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
+        for index, (layer, kv_layer) in enumerate(zip(self._stack.layers, kv_cache.layers, strict=True)):
             if index in places:
                 features[:, places[index] * width : (places[index] + 1) * width] = hidden
             hidden = layer.forward(hidden, step, kv_layer)

@@ -24,6 +24,9 @@ from tandem_worker.model.draft.eagle3 import Eagle3Head
 class DraftedLM:
     """Satisfies `CausalLM`. Its logits are those of the model alone, bit for bit."""
 
+    is_one_call = False
+    """Streams are taken out between the layers."""
+
     def __init__(self, model: DecoderLM, head: Eagle3Head) -> None:
         self.vocab_size = model.vocab_size
         self.max_position_embeddings = model.max_position_embeddings
