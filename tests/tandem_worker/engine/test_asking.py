@@ -53,7 +53,7 @@ def rig() -> Iterator[Rig]:
     yield rig
     rig.close()
     assert rig.engine._scheduler.blocks.num_held == 0
-    assert not rig.engine._scheduler.loading
+    assert not rig.engine._scheduler.queues.loading
     assert rig.engine.failure is None
 
 

@@ -170,7 +170,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make_peer: Make
 
     with between(holder, alter) as middle:
         puller.submit("b", prompt, kv_source=middle.endpoint)
-        wait_until(lambda: bool(puller.engine._scheduler.loading))
+        wait_until(lambda: bool(puller.engine._scheduler.queues.loading))
         puller.engine.abort("b")
         puller.wait()
         gate.set()
