@@ -71,12 +71,12 @@ def build_runner(num_running: int, max_tokens: int, hub: DeltaHub) -> StepRunner
         ),
     )
     engine = build_engine(NullModel(num_running), config, hub.deliver)
-    engine._steps.start = lambda: None  # steps are taken here, one by one
+    engine.steps.start = lambda: None  # steps are taken here, one by one
     for index in range(num_running):
         prompt = tuple((index * 31 + position) % VOCAB for position in range(PROMPT))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         engine.submit(GenerationRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling))
-    engine._steps.run_commands()
+    engine.steps.run_commands()
     runner = engine._runner
     assert isinstance(runner, StepRunner)  # of a single lane
     return runner

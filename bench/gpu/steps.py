@@ -168,10 +168,10 @@ def answer(
         engine._executor.record_graphs(build_recorder(model.device))
     submit(engine, prompts, new_tokens, **sampling)
     with torch.inference_mode():
-        engine._steps.run_commands()
+        engine.steps.run_commands()
         while engine._runner.step():
-            engine.flush()
-        engine.flush()
+            engine._turns.flush()
+        engine._turns.flush()
     if errors:
         raise RuntimeError(errors[0])
     return [tokens[f"r{index}"] for index in range(len(prompts))]
@@ -193,7 +193,7 @@ def build_stepped_engine(
         max_batch_tokens=sum(map(len, prompts)) + BLOCK_SIZE + 1,
     )  # fmt: skip
     engine = build_engine(model, config, deliver, runs_ahead=ahead)
-    engine._steps.start = lambda: None  # no thread of its own
+    engine.steps.start = lambda: None  # no thread of its own
     return engine
 
 

@@ -237,7 +237,7 @@ def test_a_dead_step_loop_says_so_and_ends_its_requests() -> None:
     assert "device-side" in str(rig.engine.failure)
     with pytest.raises(EngineStoppedError):
         rig.submit("next", (1, 2))
-    assert rig.engine.vitals.problems() == [
+    assert rig.engine.steps.vitals.problems() == [
         "engine: it has failed: RuntimeError: CUDA error: device-side assert triggered"
     ]
 
@@ -254,7 +254,7 @@ def test_a_step_loop_without_a_thread_takes_nothing_until_it_has_one(
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(EngineStoppedError, match="cannot start: thread engine cannot be started"):
             rig.submit("r", (1, 2), 4)
-        assert any("no thread can be started" in problem for problem in rig.engine.vitals.problems())
+        assert any("no thread can be started" in problem for problem in rig.engine.steps.vitals.problems())
     assert rig.engine.idle
     rig.submit("r", (1, 2), 4)
     rig.wait()
@@ -393,14 +393,14 @@ def test_a_request_id_is_used_once_at_a_time(make_rig: MakeRig) -> None:
 
 def test_a_delivery_that_fails_does_not_stop_the_engine(make_rig: MakeRig) -> None:
     rig = make_rig()
-    deliver, failures = rig.engine._deliver, iter([ValueError("no")])
+    deliver, failures = rig.engine._turns.deliver, iter([ValueError("no")])
 
     def fail_once(deltas: Sequence[TokenDelta]) -> None:
         deliver(deltas)
         for failure in failures:
             raise failure
 
-    rig.engine._deliver = fail_once
+    rig.engine._turns.deliver = fail_once
     assert rig.run("r", (1, 2)) == greedy_answer((1, 2), 8)
 
 

@@ -87,7 +87,7 @@ def test_sizes_that_a_start_leaves_are_recorded_between_steps(make_rig: MakeRig)
     rng = random.Random(4)
     prompts = [tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))) for _ in range(25)]
     for index, prompt in enumerate(prompts):
-        engine._next_recording = 0.0
+        engine._turns.next_recording = 0.0
         rig.submit(f"r{index}", prompt, 5 + index)
     rig.wait()
     for index, prompt in enumerate(prompts):

@@ -6,7 +6,6 @@ whole. Checks that only need the request run on the calling thread, so a bad req
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,7 @@ from tandem_worker.engine.schedule.params import GenerationRequest, SamplingPara
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
-from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.engine.step_thread import StepThread
+from tandem_worker.engine.step_thread import EngineTurns, StepThread
 from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
@@ -44,14 +42,9 @@ if TYPE_CHECKING:
     from tandem_worker.engine.loading import TierDesk
     from tandem_worker.engine.tiers import Tier
 
-logger = logging.getLogger(__name__)
-
-_BETWEEN_RECORDINGS, _RECORDING_SHARE = 1.0, 20
-"""Beside streams the next decode step is recorded after so many seconds, and so many times what the last one took."""
-
 
 class EngineCore:
-    """Implements `engine.contract.Engine`. The thread starts with the first command, or with `start`."""
+    """Implements `engine.contract.Engine`. Any thread; the thread of its own starts with the first request."""
 
     def __init__(
         self,
@@ -75,7 +68,6 @@ class EngineCore:
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
-        self._deliver = deliver
         self._model_digest = model_digest
         self._max_queued_requests = max_queued_requests
         self._clock = clock
@@ -88,23 +80,20 @@ class EngineCore:
                 target_step_seconds=target_step_seconds,
                 is_abandoned=self._open.is_abandoned if executor.can_abandon else lambda plan: False,
                 runs_ahead=runs_ahead,
-                hand_over=self.flush,
+                hand_over=self._hand_over,
                 speculator=speculator,
                 drafting=drafting,
             )
             for scheduler in schedulers
         ]
         self._runner = _join_lanes(lanes, executor)
+        self._turns = EngineTurns(
+            self._runner, executor, self._open, deliver, num_pending=lambda: self.steps.num_commands
+        )
+        self.steps = StepThread(self._turns, vitals or Vitals())
+        """The engine's thread."""
+        self._send = self.steps.send
         self._draining = False
-        self._next_recording = 0.0
-        self._hands_over_within = executor.model.is_one_call and executor.num_ranks == 1
-        """Tokens wait for the next step to be prepared: whoever writes them to clients does so while it is computed,
-        and the engine's thread does not wait for the interpreter's lock."""
-        if self._hands_over_within:
-            executor.on_compute = self._hand_over
-        self._steps = StepThread(self, vitals or Vitals())
-        self._send = self._steps.send
-        self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
 
@@ -151,26 +140,17 @@ class EngineCore:
 
     def deliver_to(self, deliver: DeliverFunction) -> None:
         """From now on tokens go to `deliver`. To be called while no request is open."""
-        self._deliver = deliver
-
-    @property
-    def vitals(self) -> Vitals:
-        """The health of this process's threads, the engine's among them."""
-        return self._steps.vitals
+        self._turns.deliver = deliver
 
     @property
     def thread(self) -> threading.Thread | None:
         """The engine's; None before the first command."""
-        return self._steps.thread
+        return self.steps.thread
 
     @property
     def turn_began(self) -> float:
         """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
-        return self._steps.turn_began
-
-    def start(self) -> None:
-        """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
-        self._steps.start()
+        return self.steps.turn_began
 
     def submit(self, request: GenerationRequest) -> None:
         self._check_admitting()
@@ -194,14 +174,14 @@ class EngineCore:
             inside.resumed = request.resumed
             inside.grammars = replay_grammars(request)
         self._claim(self._open.clients, request.request_id)
-        self._send(partial(self._submit, inside))
+        self._send(partial(self._turns.submit, inside))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         if request_id not in self._open.clients:
             return
         if choice is None:
             self._open.aborting.add(request_id)
-            self._send(partial(self._abort, request_id))
+            self._send(partial(self._turns.abort, request_id))
         else:
             self._tell(lambda lane: lane.outputs.abort_choice(request_id, choice))
 
@@ -224,7 +204,7 @@ class EngineCore:
     def release(self, request_id: str) -> None:
         if request_id in self._open.peers:
             self._open.releasing.add(request_id)
-            self._send(partial(self._release, request_id))
+            self._send(partial(self._turns.release, request_id))
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
         self._tell(lambda lane: lane.remote.overdue(request_id, generation))
@@ -236,7 +216,7 @@ class EngineCore:
         self._tell(lambda lane: lane.remote.failed(request_id, generation, reason))
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return self._turns.stats
 
     def begin_measuring(self) -> None:
         """What has been computed so far was not work: seconds, computed tokens and velocity count from here."""
@@ -265,16 +245,16 @@ class EngineCore:
 
     @property
     def failure(self) -> BaseException | None:
-        return self._steps.failure
+        return self.steps.failure
 
     def fail(self, error: BaseException) -> None:
         """Admit nothing any more, because of `error`: the step loop may wait forever for something that is gone."""
-        self._steps.fail(error)
+        self.steps.fail(error)
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End every request with ABORT and the thread with them."""
         self._draining = True
-        self._steps.stop(timeout)
+        self.steps.stop(timeout)
 
     # -- calling thread, helpers ---------------------------------------------------------------------------------
 
@@ -283,7 +263,7 @@ class EngineCore:
             raise EngineStoppedError(f"the engine has failed: {self.failure}")
         if self._draining:
             raise EngineStoppedError("the engine is draining and takes no new requests")
-        self.start()  # before the request is in anybody's books
+        self.steps.start()  # before the request is in anybody's books
 
     def _build_request(
         self, *, id: str, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str, priority: float
@@ -301,13 +281,13 @@ class EngineCore:
         )
 
     def _claim(self, open_ids: set[str], request_id: str) -> None:
-        self._steps.claim(partial(self._admit, open_ids, request_id))
+        self.steps.claim(partial(self._admit, open_ids, request_id))
 
     def _admit(self, open_ids: set[str], request_id: str) -> None:
         if request_id in open_ids:
             raise RequestError(f"request id {request_id!r} is in use", status=409)
         num_queued = sum(lane.scheduler.queues.num_queued for lane in self._runner.lanes)
-        if num_queued + self._steps.num_commands >= self._max_queued_requests:
+        if num_queued + self.steps.num_commands >= self._max_queued_requests:
             raise RequestError(
                 f"the engine's queue is full ({self._max_queued_requests} requests wait)",
                 code="queue_full",
@@ -315,81 +295,12 @@ class EngineCore:
             )
         open_ids.add(request_id)
 
+    def _hand_over(self) -> None:
+        self._turns.flush()
+
     def _tell(self, command: Callable[[StepRunner], object]) -> None:
         """Have every lane told; those that do not know the request that it is about ignore it."""
-        self._send(partial(self._tell_now, command))
-
-    # -- engine thread (`step_thread.Turns`, and commands) -------------------------------------------------------
-
-    def take_turn(self, busy: bool) -> bool:
-        if not self._hands_over_within:
-            self._hand_over()  # the first token of a prompt that another worker computed waits for no step
-        busy = self._runner.step()
-        if not (busy and self._hands_over_within):
-            self.flush()
-        if self._executor.graphs_pending:
-            busy = self._record_graph(busy) or busy
-        return busy
-
-    def _hand_over(self) -> None:
-        if any(lane.outputs.deltas for lane in self._runner.lanes):
-            self.flush()
-
-    def end_all(self) -> None:
-        for lane in self._runner.lanes:
-            lane.end_all()
-
-    def disown_all(self, message: str) -> None:
-        for lane in self._runner.lanes:
-            lane.disown_all(message)
-
-    def flush(self) -> None:
-        """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
-        lanes = self._runner.lanes
-        self._stats = build_stats(lanes, self._runner.work, num_pending=self._steps.num_commands)
-        deltas = lanes[0].outputs.take()
-        for lane in lanes[1:]:
-            deltas += lane.outputs.take()
-        if not deltas:
-            return
-        try:
-            self._deliver(deltas)
-        except Exception:
-            logger.exception("deltas could not be delivered")
-        for delta in deltas:
-            if delta.finish_reason is not None and not any(delta.request_id in lane.requests for lane in lanes):
-                self._open.clients.discard(delta.request_id)
-
-    def _tell_now(self, command: Callable[[StepRunner], object]) -> None:
-        for lane in self._runner.lanes:
-            command(lane)
-
-    def _submit(self, request: Request) -> None:
-        self._runner.choose(request).submit(request)
-
-    def _abort(self, request_id: str) -> None:
-        for lane in self._runner.lanes:
-            lane.outputs.abort(request_id)
-        self._open.aborting.discard(request_id)
-
-    def _release(self, request_id: str) -> None:
-        for lane in self._runner.lanes:
-            lane.peers.release(request_id)
-        self._open.releasing.discard(request_id)
-        self._open.peers.discard(request_id)
-
-    def _record_graph(self, busy: bool) -> bool:
-        """Record one batch size that the start left for later, if it is time; whether it did.
-
-        At once where there is nothing else to do. Beside streams, so that they wait for it one part in twenty at most.
-        """
-        began = time.monotonic()
-        if busy and began < self._next_recording:
-            return False
-        self._executor.record_next_graph()
-        ended = time.monotonic()
-        self._next_recording = ended + max(_BETWEEN_RECORDINGS, _RECORDING_SHARE * (ended - began))
-        return True
+        self._send(partial(self._turns.tell, command))
 
 
 def _join_lanes(lanes: list[StepRunner], executor: ModelExecutor) -> Runner:

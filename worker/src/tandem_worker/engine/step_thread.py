@@ -7,41 +7,135 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
+from tandem_worker.engine.admission import OpenRequests
+from tandem_worker.engine.contract import DeliverFunction, EngineStats
 from tandem_worker.engine.errors import EngineStoppedError
+from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.runner import Runner, StepRunner
+from tandem_worker.engine.schedule.request import Request
+from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
+_BETWEEN_RECORDINGS, _RECORDING_SHARE = 1.0, 20
+"""Beside streams the next decode step is recorded after so many seconds, and so many times what the last one took."""
 
-class Turns(Protocol):
-    """What the thread does, besides its commands."""
+
+class EngineTurns:
+    """What the engine's thread does: steps in its turns, and what commands want of the lanes."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        executor: ModelExecutor,
+        open_requests: OpenRequests,
+        deliver: DeliverFunction,
+        *,
+        num_pending: Callable[[], int],
+    ) -> None:
+        """`num_pending` tells how many commands wait."""
+        self.runner = runner
+        self.deliver = deliver
+        self._executor = executor
+        self._open = open_requests
+        self._num_pending = num_pending
+        self.next_recording = 0.0
+        """When the next decode step may be recorded beside streams, by the monotonic clock."""
+        self.stats: EngineStats = build_stats(runner.lanes, runner.work, num_pending=0)
+        """Replaced as a whole, for any thread."""
+        self._hands_over_within = executor.model.is_one_call and executor.num_ranks == 1
+        """Tokens wait for the next step to be prepared: whoever writes them to clients does so while it is computed,
+        and the engine's thread does not wait for the interpreter's lock."""
+        if self._hands_over_within:
+            executor.on_compute = self._hand_over
 
     def take_turn(self, busy: bool) -> bool:
         """Compute. `busy`: the turn before did. False: nothing can be done until a command comes."""
-        ...
+        if not self._hands_over_within:
+            self._hand_over()  # the first token of a prompt that another worker computed waits for no step
+        busy = self.runner.step()
+        if not (busy and self._hands_over_within):
+            self.flush()
+        if self._executor.graphs_pending:
+            busy = self._record_graph(busy) or busy
+        return busy
 
     def end_all(self) -> None:
         """The thread ends: so does everything inside."""
-        ...
+        for lane in self.runner.lanes:
+            lane.end_all()
 
     def disown_all(self, message: str) -> None:
         """The thread dies, and what it knew cannot be trusted: tell everyone who waits."""
-        ...
+        for lane in self.runner.lanes:
+            lane.disown_all(message)
 
     def flush(self) -> None:
-        """Deliver what there is."""
-        ...
+        """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
+        lanes = self.runner.lanes
+        self.stats = build_stats(lanes, self.runner.work, num_pending=self._num_pending())
+        deltas = lanes[0].outputs.take()
+        for lane in lanes[1:]:
+            deltas += lane.outputs.take()
+        if not deltas:
+            return
+        try:
+            self.deliver(deltas)
+        except Exception:
+            logger.exception("deltas could not be delivered")
+        for delta in deltas:
+            if delta.finish_reason is not None and not any(delta.request_id in lane.requests for lane in lanes):
+                self._open.clients.discard(delta.request_id)
+
+    def submit(self, request: Request) -> None:
+        """A client's request, which stays in one lane."""
+        self.runner.choose(request).submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a client's request."""
+        for lane in self.runner.lanes:
+            lane.outputs.abort(request_id)
+        self._open.aborting.discard(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Let go of the prompt of another worker."""
+        for lane in self.runner.lanes:
+            lane.peers.release(request_id)
+        self._open.releasing.discard(request_id)
+        self._open.peers.discard(request_id)
+
+    def tell(self, command: Callable[[StepRunner], object]) -> None:
+        """Tell every lane; those that do not know the request that it is about ignore it."""
+        for lane in self.runner.lanes:
+            command(lane)
+
+    def _hand_over(self) -> None:
+        if any(lane.outputs.deltas for lane in self.runner.lanes):
+            self.flush()
+
+    def _record_graph(self, busy: bool) -> bool:
+        """Record one batch size that the start left for later, if it is time; whether it did.
+
+        At once where there is nothing else to do. Beside streams, so that they wait for it one part in twenty at most.
+        """
+        began = time.monotonic()
+        if busy and began < self.next_recording:
+            return False
+        self._executor.record_next_graph()
+        ended = time.monotonic()
+        self.next_recording = ended + max(_BETWEEN_RECORDINGS, _RECORDING_SHARE * (ended - began))
+        return True
 
 
 class StepThread:
-    """Starts with the first command, or with `start`."""
+    """Runs commands in their order, and turns while there is work. Starts with the first command, or with `start`."""
 
-    def __init__(self, turns: Turns, vitals: Vitals) -> None:
+    def __init__(self, turns: EngineTurns, vitals: Vitals) -> None:
         self.vitals = vitals
         self.failure: BaseException | None = None
         """What killed it, or made it useless."""
