@@ -58,11 +58,13 @@ async def test_workers_are_shown_the_token_and_never_a_clients(start_gateway, st
     worker = await start_worker()
     running = await start_gateway(worker, keys_path=str(keys))
     forged = "x-tandem-token: a.forged\r\nX-Tandem-Token: b\r\nx-tandem-prefill: 169.254.169.254:80\r\n"
+    forged += "x-tandem-kv-source: 169.254.169.254:80\r\n"
     status, head, _ = await read_answer(running, chat(headers=forged))
     assert status == 200
     received = worker.received[0].headers
     assert received["x-tandem-token"] == bearer_token(ring_of("a", primary="a"))
     assert "x-tandem-prefill" not in received
+    assert "x-tandem-kv-source" not in received
     assert b"x-tandem-token" not in head
 
 
