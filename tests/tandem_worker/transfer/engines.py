@@ -8,7 +8,8 @@ from tandem_worker.transfer.choice import MOONCAKE, Policy
 from tandem_worker.transfer.contract import Offer
 from tandem_worker.transfer.mooncake.departure import StationPool
 from tandem_worker.transfer.mooncake.engine import Engine
-from tandem_worker.transfer.mooncake.landing import SLOT_BYTES, LandingPool
+from tandem_worker.transfer.mooncake.frames import SLOT_BYTES
+from tandem_worker.transfer.mooncake.landing import LandingPool
 from tandem_worker.transfer.transports import Transports
 
 from tests.mooncake.library import load_verbs

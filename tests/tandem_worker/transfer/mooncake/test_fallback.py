@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from tandem_worker.transfer.choice import MOONCAKE, Policy
 from tandem_worker.transfer.contract import Offer
+from tandem_worker.transfer.mooncake.departure import StationPool
+from tandem_worker.transfer.mooncake.landing import LandingPool
 from tandem_worker.transfer.transports import Transports
 
-from tests.tandem_worker.transfer.engines import build_transports
+from tests.tandem_worker.transfer.engines import begin_engine, build_transports
 
 MISSING = (Offer(MOONCAKE, "tcp", "Mooncake is not installed"),)
 
@@ -47,3 +49,19 @@ def test_an_end_that_lacks_it_is_named(kit: SimpleNamespace, end: str, allow: bo
 
 def test_the_end_that_lacks_it_says_so_before_anybody_asks() -> None:
     assert lack(allow_fallback=False).fallback == "this worker: Mooncake is not installed"
+
+
+@pytest.mark.parametrize("end", ["decode", "prefill"])
+def test_an_end_whose_engines_are_all_in_use_says_so_and_tcp_may_stand_in(kit: SimpleNamespace, end: str) -> None:
+    both = [build_transports("Mooncake", allow_fallback=True) for _ in range(2)]
+    options = {"landings": LandingPool(begin_engine, most=0 if end == "decode" else 9)}
+    options |= {"stations": StationPool(begin_engine, most=0 if end == "prefill" else 9)}
+    both[0 if end == "decode" else 1] = Transports(both[0].policy, both[0].offers, **options)
+    pair = kit.Pair(transports=both)
+    try:
+        pair.client.start(pair.order(pair.serve()))
+        kit.eventually(lambda: bool(pair.decode.done or pair.decode.failed))
+        assert pair.arrived(0, 8)
+        assert "in use" in (pair.client.stats().fallback or "")
+    finally:
+        pair.close()

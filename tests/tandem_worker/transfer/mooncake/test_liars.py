@@ -331,7 +331,7 @@ def test_grants_that_a_prefill_worker_does_not_take(kit: SimpleNamespace, transp
     pair = kit.Pair(transport=transport)
     try:
         with stranger(pair) as sock:
-            sock.sendall(protocol.encode_hello(pair.identity))
+            sock.sendall(protocol.encode_hello(replace(pair.identity, offers=(Offer(MOONCAKE, "tcp"),))))
             assert read_frame(sock)[0].kind is FrameKind.HELLO
             sock.sendall(encode_grant(7, grant))
             assert sock.recv(1) == b""
@@ -346,7 +346,7 @@ def test_slots_of_an_engine_that_is_not_there_cost_this_order_alone(kit: SimpleN
     pair = kit.Pair(transport="Mooncake")
     try:
         with stranger(pair) as sock:
-            sock.sendall(protocol.encode_hello(pair.identity))
+            sock.sendall(protocol.encode_hello(replace(pair.identity, offers=(Offer(MOONCAKE, "tcp"),))))
             assert read_frame(sock)[0].kind is FrameKind.HELLO
             sock.sendall(encode_grant(7, Grant("127.0.0.1:1", 1 << 40, 1 << 20, SLOTS)))
             sock.sendall(protocol.encode_prefill(7, pair.order(tokens=8)))

@@ -21,6 +21,7 @@ from tandem_worker.transfer.mooncake.frames import (
     CACHED_BYTES,
     MAX_BLOCKS,
     MAX_RANGES,
+    SLOT_BYTES,
     Grant,
     Landed,
     Slot,
@@ -136,8 +137,10 @@ class Departures:
     """What one connection sends through slots. All methods are for the connection's thread."""
 
     def __init__(self, pool: StationPool, reader: BlockReader, pieces: Mapping[int, Piece]) -> None:
+        """Raises TransferError where no engine is left."""
         self._pool, self._reader, self._pieces = pool, reader, pieces
-        self._station: Station | None = None
+        self._largest = max(piece.num_bytes for piece in pieces.values())
+        self._station: Station | None = pool.take(max(self._largest, SLOT_BYTES))
         self._target: Grant | None = None
         self._slots: deque[Slot] = deque()
         self._waiting: deque[ReadyBlocks] = deque()
@@ -158,19 +161,17 @@ class Departures:
         return bool(self._waiting)
 
     def take_grant(self, grant: Grant) -> None:
-        """Slots that may be written. Raises TransferError for what does not fit, and where no engine is left."""
+        """Slots that may be written. Raises TransferError for what does not fit."""
         if not grant.slots and self._target is None:
             raise TransferError("the peer ordered through slots that it has not granted")
-        largest = max(piece.num_bytes for piece in self._pieces.values())
-        if grant.slot_bytes < largest:
-            raise TransferError(f"the peer granted slots of {grant.slot_bytes} bytes, and a block takes {largest}")
+        if grant.slot_bytes < self._largest:
+            sizes = f"slots of {grant.slot_bytes} bytes, and a block takes {self._largest}"
+            raise TransferError(f"the peer granted {sizes}")
         known = self._target
         if known is not None and (known.engine, known.base, known.slot_bytes) != (
             grant.engine, grant.base, grant.slot_bytes,
         ):  # fmt: skip
             raise TransferError("the peer granted slots of two landings on one connection")
-        if self._station is None:
-            self._station = self._pool.take(max(largest, min(grant.slot_bytes, 1 << 20)))
         self._target = replace(grant, slots=())
         self._slots.extend(grant.slots)
         if len(self._slots) > 4096:

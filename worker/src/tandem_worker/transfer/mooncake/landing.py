@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
-from tandem_worker.transfer.mooncake.frames import Grant, Landed, Slot
+from tandem_worker.transfer.mooncake.frames import SLOT_BYTES, Grant, Landed, Slot
 
-SLOT_BYTES = 1 << 20
-"""Pieces are no larger, but for blocks that are."""
 NUM_SLOTS = 16
 MAX_LANDINGS = 32
 """Connections that have slots at a time, those held back included: 512 MiB at most, as far as they were written to."""

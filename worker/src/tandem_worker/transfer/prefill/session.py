@@ -26,7 +26,7 @@ from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.choice import MOONCAKE, TCP
-from tandem_worker.transfer.contract import Identity, TransferTimeouts
+from tandem_worker.transfer.contract import Identity, Offer, TransferTimeouts
 from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
 from tandem_worker.transfer.fetches import BlockShelf, decode_fetch
 from tandem_worker.transfer.prefill.fetching import FetchDesk
@@ -104,7 +104,7 @@ class Session:
         self._tracer = tracer
         self._transports = transports
         self._departures: Departures | None = None
-        """What goes through slots; None until the peer grants some."""
+        """What goes through slots; None where one end has no Mooncake."""
         self._through_slots: int | None = None
         """The order that comes next, where it does."""
         self._clock = clock
@@ -248,8 +248,23 @@ class Session:
             self._channel.queue(protocol.encode_text(FrameKind.REFUSED, 0, refusal or ""))
             self._channel.service()
             raise TransferError(f"refused: {refusal}")
-        self._channel.queue(protocol.encode_hello(self._transports.sign(self._identity)))
+        offered = self._transports.sign(replace(self._identity, offers=self._prepare_offers(peer)))
+        self._channel.queue(protocol.encode_hello(offered))
         self._peer, self._handshake_deadline = peer, None
+
+    def _prepare_offers(self, peer: Identity) -> tuple[Offer, ...]:
+        """What this peer is offered: with Mooncake an engine is put aside for it, or it is told that none is left."""
+        ours = self._transports.offers
+        if self._transports.stations is None or not self._pieces or not any(not each.obstacle for each in peer.offers):
+            return ours
+        from tandem_worker.transfer.mooncake.departure import Departures
+
+        assert self._reader is not None, "both ends agree before"
+        try:
+            self._departures = Departures(self._transports.stations, self._reader, self._pieces)
+        except TransferError as error:
+            return tuple(replace(each, obstacle=str(error)) for each in ours)
+        return ours
 
     def _agree(self, peer: Identity) -> None:
         """Find out what this connection moves. Raises TransferError."""
@@ -290,12 +305,7 @@ class Session:
         from tandem_worker.transfer.mooncake.frames import decode_grant, is_same_host
 
         if self._departures is None:
-            if self._transports.stations is None or not self._pieces:
-                raise TransferError("the peer granted slots, and this worker has not offered Mooncake")
-            from tandem_worker.transfer.mooncake.departure import Departures
-
-            assert self._reader is not None, "grants come after the handshake"
-            self._departures = Departures(self._transports.stations, self._reader, self._pieces)
+            raise TransferError("the peer granted slots, and this worker has not offered Mooncake")
         grant = decode_grant(body)
         if not is_same_host(grant.engine, self._name):
             raise TransferError(
