@@ -59,7 +59,7 @@ class LandedBlocks:
         num_bytes = 0
         if attempt is not None and attempt.reception is not None:
             num_bytes = self._commit(slot, landed, attempt, writer)
-        grant = encode_grant(0, self._landing.grant()) if self._landing.half_is_here else b""
+        grant = encode_grant(0, self._landing.grant()) if self._landing.enough_are_here else b""
         return Taken(grant, num_bytes, landed.micros / 1e6)
 
     def _commit(self, slot: memoryview, landed: Landed, attempt: Attempt, writer: BlockWriter) -> int:

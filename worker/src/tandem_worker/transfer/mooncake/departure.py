@@ -31,8 +31,10 @@ from tandem_worker.transfer.prefill.outbox import ReadyBlocks
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
 
-NUM_PIECES = 16
+NUM_PIECES = 32
 """In flight at a time."""
+_PIECES_AT_ONCE = 4
+"""So many are gathered before what has landed meanwhile is told."""
 PIECE_SECONDS = 5.0
 """After which a piece that has not ended counts as lost."""
 MAX_DEPARTURES = 32
@@ -160,6 +162,11 @@ class Departures:
         """Blocks wait for a slot, or for a piece to end."""
         return bool(self._waiting)
 
+    @property
+    def can_submit(self) -> bool:
+        """There is something to send, a slot for it, and room to gather it."""
+        return bool(self._waiting and self._slots and self._station is not None and self._station.rows)
+
     def take_grant(self, grant: Grant) -> None:
         """Slots that may be written. Raises TransferError for what does not fit."""
         if not grant.slots and self._target is None:
@@ -193,7 +200,9 @@ class Departures:
         """
         refused: list[tuple[int, Landed, int]] = []
         station = self._station
-        while station is not None and self._waiting and self._slots and station.rows:
+        for _ in range(_PIECES_AT_ONCE):
+            if station is None or not self.can_submit:
+                break
             row = station.rows[-1]
             assert self._target is not None, "slots come with their address"
             most = min(station.piece_bytes, self._target.slot_bytes)

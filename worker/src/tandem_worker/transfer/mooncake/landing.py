@@ -17,9 +17,9 @@ from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
 from tandem_worker.transfer.mooncake.frames import SLOT_BYTES, Grant, Landed, Slot
 
-NUM_SLOTS = 16
+NUM_SLOTS = 32
 MAX_LANDINGS = 32
-"""Connections that have slots at a time, those held back included: 512 MiB at most, as far as they were written to."""
+"""Connections that have slots at a time, those held back included: 1 GiB at most, as far as they were written to."""
 _MOST_LOST = 4
 
 
@@ -54,9 +54,9 @@ class Landing:
         return Grant(self.engine.address, self.memory.address, self.slot_bytes, tuple(slots))
 
     @property
-    def half_is_here(self) -> bool:
+    def enough_are_here(self) -> bool:
         """So many slots that telling the peer is worth a frame; with fewer it has enough to go on."""
-        return 2 * len(self._here) >= len(self._epochs)
+        return 4 * len(self._here) >= len(self._epochs)
 
     def take_back(self, landed: Landed) -> memoryview | None:
         """What stands in the slot, valid until it is granted again; None where it was lost.

@@ -473,7 +473,9 @@ class Session:
         if self._departures is None or not self._departures.busy:
             return delay
         self._tell_landed(self._departures.settle(now))
-        return LOOK_SECONDS if delay is None else min(delay, LOOK_SECONDS)
+        # What waits for the socket goes first, and nothing is gathered meanwhile: no reason to look without a pause.
+        look = 0.0 if self._departures.can_submit and not self._channel.has_output else LOOK_SECONDS
+        return look if delay is None else min(delay, look)
 
     def _tell_landed(self, ended: Sequence[tuple[int, Landed, int]]) -> None:
         from tandem_worker.transfer.mooncake.frames import encode_landed
