@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
-from tandem_gateway.telemetry import describe_pulls
+from tandem_gateway.workers.telemetry import describe_pulls
 
-from tests.tandem_gateway.test_credentials import read_answer
-from tests.tandem_gateway.test_telemetry import SAMPLE
+from tests.tandem_gateway.workers.test_credentials import read_answer
+from tests.tandem_gateway.workers.test_telemetry import SAMPLE
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class KVStoreConfig(Wire):
     """The store that workers share blocks through."""
 
     port: int = STORE_CLIENT_PORT
-    """Where the pod's own `mooncake_client` listens, at the pod's address."""
+    """Port of the pod's own `mooncake_client`, at the pod's address."""
 
 
 class KVConfig(Wire):

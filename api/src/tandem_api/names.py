@@ -128,18 +128,18 @@ WORKER_LINK_PORT = 8001
 """The native link of gateways, where it is switched on."""
 WORKER_KV_PORT = 7000
 MOONCAKE_PORTS = (15000, 17000)
-"""Where Mooncake's engines in decode workers listen: two ports each, chosen by the library."""
+"""Ports of Mooncake's engines in decode workers: two ports each, chosen by the library."""
 """Port of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
 """Port where the ranks of a replica meet."""
 WORKER_FILES_PORT = 6800
 """Port where workers get the model's files from each other. Pods do not declare it: it is for nobody else."""
 STORE_MASTER_PORT = 50051
-"""Where Mooncake's master is asked who has what."""
+"""Port at which Mooncake's master is asked who has what."""
 STORE_CLIENT_PORT = 50052
-"""Where a pod's own `mooncake_client` is asked by its worker."""
+"""Port at which a pod's own `mooncake_client` is asked by its worker."""
 STORE_DATA_PORTS = (15000, 15015)
-"""Where one `mooncake_client` asks another one: it takes free ones of these."""
+"""Ports at which one `mooncake_client` asks another one: it takes free ones of these."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

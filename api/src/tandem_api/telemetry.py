@@ -66,7 +66,7 @@ class KVTransportTelemetry(Wire):
     protocol: Annotated[str, Field(max_length=64)] | None = None
     """Beneath Mooncake: `tcp` or `rdma`."""
     bytes_per_second: Amount | None = None
-    """Of that transport while bytes moved; absent until some have."""
+    """Rate of that transport while bytes moved; absent until some have."""
     fallback: Annotated[str, Field(max_length=1000)] = ""
     """Why it is not what was wanted; empty where it is."""
 

@@ -32,14 +32,14 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run_module(module)
-            compute = module.ModelExecutor.compute
+            run = module.ModelExecutor.run
 
-            def hang_or_compute(self, step, on_layer):
+            def hang_or_compute(self, plan, on_layer):
                 if pathlib.Path(HANG).exists():
                     threading.Event().wait(float(pathlib.Path(HANG).read_text() or "1e6"))
-                return compute(self, step, on_layer)
+                return run(self, plan, on_layer)
 
-            module.ModelExecutor.compute = hang_or_compute
+            module.ModelExecutor.run = hang_or_compute
 
         spec.loader.exec_module = exec_module
         return spec

@@ -164,7 +164,7 @@ class KVStore(Authored):
     """A store that workers share blocks through, over the network: each keeps a part of it in memory of its own."""
 
     kind: Literal["Mooncake"] = "Mooncake"
-    """Whose store it is. `Mooncake` is that of the Mooncake project, over TCP."""
+    """The store's kind. `Mooncake` is that of the Mooncake project, over TCP."""
     memory: Annotated[
         Quantity,
         Satisfies(

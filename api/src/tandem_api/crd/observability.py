@@ -1,4 +1,4 @@
-"""Where traces go."""
+"""Observability: the place that traces go to."""
 
 from __future__ import annotations
 

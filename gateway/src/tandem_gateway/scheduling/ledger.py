@@ -45,7 +45,7 @@ class Reservation:
         self._prefill_tokens = prefill_tokens
         self._decode_left = self._output = decode_tokens
         self._part = 0.0
-        """Of a token that has come, and is not counted yet."""
+        """Part of a token that has come, and is not counted yet."""
         self._open = True
         self._prefilling = True
         self._owing = True

@@ -26,7 +26,7 @@ class Upstreams:
         self._connect_seconds = connect_seconds
         self._on_stale = on_stale
         self.links: dict[int, Link] = {}
-        """By the serial number of their endpoints."""
+        """Those there are, by the serial number of their endpoints."""
 
     def find(self, endpoint: Endpoint) -> Link:
         link = self.links.get(endpoint.serial)

@@ -403,7 +403,7 @@ def _transports(reports: Sequence[FleetReport]) -> dict[str, KVTransportTelemetr
 
 
 def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:
-    """Of several samples of one worker the newest counts."""
+    """The newest sample of each worker."""
     found: dict[str, tuple[float, WorkerTelemetry]] = {}
     for report in reports:
         for worker in report.workers:

@@ -1,4 +1,4 @@
-"""By what blocks move between a model's workers, and how fast, as they say themselves. Pure."""
+"""What blocks move by between a model's workers, and how fast, as they say themselves. Pure."""
 
 from __future__ import annotations
 

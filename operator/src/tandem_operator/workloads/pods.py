@@ -92,7 +92,7 @@ CONFINED: Manifest = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-"""Of every container that the operator writes."""
+"""What every container has that the operator writes."""
 
 
 def _confined(template: Manifest, name: str, *, path: str) -> Manifest:

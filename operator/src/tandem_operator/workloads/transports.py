@@ -1,4 +1,4 @@
-"""By what a model's workers are told to move key-value blocks. Pure."""
+"""What a model's workers are told to move key-value blocks by. Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class OpenRequests:
         self.peers: set[str] = set()
         """Prompts of other workers, from `submit_prefill` until they are released."""
         self.aborting: set[str] = set()
-        """Of `clients`, those whose end is on its way to the engine thread."""
+        """Those of `clients` whose end is on its way to the engine thread."""
         self.releasing: set[str] = set()
 
     @property

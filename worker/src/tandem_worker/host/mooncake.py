@@ -29,7 +29,7 @@ def find_mooncake_obstacle() -> str | None:
 
 
 def find_mooncake_folder() -> Path | None:
-    """Where its modules and programs are; None where it is not installed."""
+    """The folder of its modules and programs; None where it is not installed."""
     spec = importlib.util.find_spec("mooncake")
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return next((Path(each) for each in locations if (Path(each) / "mooncake_master").is_file()), None)

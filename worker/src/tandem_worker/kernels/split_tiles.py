@@ -102,8 +102,8 @@ def beside_stride(num_rows):
 
 @triton.jit
 def escape_range(beside_ptr, rows, num_rows):
-    """Where escapes of the blocks that have `rows` begin and end in `beside`: of fewer than 256 rows, which `row % 256`
-    tells apart. The first of `rows` is one of the matrix; others may be outside, wherever that is."""
+    """Places in `beside` at which escapes of the blocks that have `rows` begin and end: fewer than 256 rows, which
+    `row % 256` tells apart. The first of `rows` is one of the matrix; others may be outside, wherever that is."""
     first = tl.min(rows, axis=0)
     last = tl.max(tl.where(rows < num_rows, rows, first), axis=0)
     return tl.load(beside_ptr + 2 + first // 32), tl.load(beside_ptr + 3 + last // 32)

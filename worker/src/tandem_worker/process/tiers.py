@@ -41,12 +41,12 @@ class Tiers:
 
     @property
     def sinks(self) -> list[DiskTier | StoreTier]:
-        """Where blocks go that memory offers."""
+        """Tiers that blocks go to which memory offers."""
         return [tier for tier in (self.disk, self.store) if tier is not None]
 
     @property
     def sources(self) -> list[DiskTier | StoreTier | PeerSource]:
-        """Where blocks come from."""
+        """Tiers that blocks come from."""
         return [*self.sinks, *([] if self.peers is None else [self.peers])]
 
     def stats(self) -> list[TierStats]:

@@ -25,7 +25,9 @@ class Sink(BlockSink, Protocol):
         """Whether it takes any now. Any thread."""
         ...
 
-    def bind(self, engine: TierEngine) -> None: ...
+    def bind(self, engine: TierEngine) -> None:
+        """Join with the engine, before anything is offered."""
+        ...
 
 
 @dataclass(eq=False)

@@ -21,7 +21,9 @@ class SlotStore(Protocol):
     """Any thread, but for `write`, which one thread calls. Every method raises TierError where it cannot answer."""
 
     @property
-    def geometry(self) -> Geometry: ...
+    def geometry(self) -> Geometry:
+        """Sizes of its slots and segments."""
+        ...
 
     @property
     def most_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""By which transport an order's blocks move. Pure.
+"""Which transport an order's blocks move by. Pure.
 
 What `spec.kv.transport` asks for is used or named as missing; TCP stands in for it where `allowFallback` says so. Under
 Auto what both ends offer is measured, each over some megabytes, and the fastest is used from then on.

@@ -136,7 +136,7 @@ class TransferStats:
     protocol: str | None = None
     """What Mooncake goes over at this end; None where it is not there."""
     transports: Mapping[str, TransportStats] = field(default_factory=dict[str, "TransportStats"])
-    """By transport: those that have moved something."""
+    """Those that have moved something, by their name."""
     fallback: str | None = None
     """Why what was asked for was not used, the last time that it was not; None where it was."""
     held_slots: int = 0

@@ -60,7 +60,7 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence], credit: MaskC
 
 
 def _find_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of `[N, vocab]` the greatest logit, and the lowest id that has it; the first that is not a number."""
+    """The greatest logit of each row of `[N, vocab]`, and the lowest id that has it; the first that is not a number."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         # Ten times as fast in numpy, and on this thread alone: the kernels' threads have the cores.
         winners = torch.from_numpy(logits.numpy().argmax(axis=-1))

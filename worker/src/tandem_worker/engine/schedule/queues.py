@@ -1,4 +1,4 @@
-"""Where every sequence is, and what it holds: the queue, the running set, those that wait for blocks from elsewhere."""
+"""The place of every sequence, and what it holds: the queue, the running set, those that wait for others' blocks."""
 
 from __future__ import annotations
 

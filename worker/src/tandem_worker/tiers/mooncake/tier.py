@@ -35,7 +35,7 @@ RETRY_SECONDS = 10.0
 NUM_READERS = 2
 """One waits for the helper while the other verifies; more than that only wait for each other."""
 ASK_SHARE = 0.5
-"""Of the time after which a load that brings nothing is cut: looking up and loading together take no longer."""
+"""Share of the time after which a load that brings nothing is cut: looking up and loading together take no longer."""
 
 
 class StoreTier:

@@ -25,7 +25,7 @@ class Taken(NamedTuple):
     grant: bytes
     """Slots for the peer again; empty where it has enough."""
     num_bytes: int
-    """Of the blocks that were wanted."""
+    """Those of the blocks that were wanted."""
     seconds: float
     """In which pieces of this connection moved, as the peer says."""
 

@@ -74,7 +74,7 @@ class PrefillLink:
         self._ring, self._vitals = ring, vitals
         self._transports = transports
         self._landed: LandedBlocks | None = None
-        """Where this peer's engine may write; None until the first order that goes through it."""
+        """The slots that this peer's engine may write to; None until the first order that goes through it."""
         self._clock = clock
         self._lock = threading.Lock()
         """Guards `_closed`, and that nothing is posted after closing."""

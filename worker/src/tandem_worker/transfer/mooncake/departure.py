@@ -52,7 +52,7 @@ class _Flight:
     number: int
     """The engine's, asked for until it has told an end, and not again."""
     row: int
-    """Of the staging memory."""
+    """Address of the staging memory."""
     transfer: int
     landed: Landed
     num_bytes: int

@@ -35,7 +35,7 @@ _SETTINGS = {
 }
 """The library reads these when it is loaded or when an engine begins. What the environment has set goes before."""
 _NETWORK_STATES = {"01", "02", "03", "04", "05", "08", "09", "0B"}
-"""Of /proc/net/tcp: everything but listening, closed, waiting out and acknowledging a close of both sides."""
+"""States in /proc/net/tcp: everything but listening, closed, waiting out and acknowledging a close of both sides."""
 _BEGINNING = threading.Lock()
 
 
@@ -119,7 +119,7 @@ def _bracket(host: str) -> str:
 
 
 def _listening_ports() -> set[int]:
-    """Of this process. Raises TransferError where the system does not tell."""
+    """Those of this process. Raises TransferError where the system does not tell."""
     mine: set[str] = set()
     try:
         for entry in os.scandir("/proc/self/fd"):

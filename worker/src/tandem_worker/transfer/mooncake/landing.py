@@ -84,7 +84,7 @@ class _Held(NamedTuple):
     engine: Engine
     memory: Memory
     instance: str
-    """Whose engine may write to it."""
+    """The peer whose engine may write to it."""
 
 
 class LandingPool:
@@ -99,7 +99,7 @@ class LandingPool:
         """Without memory that anybody may write to."""
         self._held: list[_Held] = []
         self._retired: list[Memory] = []
-        """Whose addresses must never be another landing's: a write that comes late names an address, no slot."""
+        """Memory whose addresses must never be another landing's: a write that comes late names an address, no slot."""
         self._num_engines = 0
 
     @property

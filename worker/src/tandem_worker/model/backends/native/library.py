@@ -142,7 +142,7 @@ def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Where it lies; None for none."""
+    """Its address; None for none."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -147,7 +147,7 @@ class _Run:
         self._layers = (_Layer * len(layers))(*described)
 
     def address(self, index: int) -> int:
-        """Where the description of the stack's layer `index` lies."""
+        """Address of the description of the stack's layer `index`."""
         return ctypes.addressof(self._layers) + (index - self.first) * ctypes.sizeof(_Layer)
 
 

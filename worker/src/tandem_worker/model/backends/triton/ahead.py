@@ -63,7 +63,7 @@ class Turns:
 
 
 class Lane(Protocol):
-    """Where work goes beside the stream that products are on."""
+    """The stream of work beside the stream that products are on."""
 
     def start(self, work: Callable[[], None]) -> Any:
         """`work` after everything that was asked for so far, beside what is asked for from now on."""
