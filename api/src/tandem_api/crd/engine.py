@@ -201,7 +201,7 @@ class KV(Authored):
                     path=".disk.size",
                 ),
                 rule(
-                    "!self.allowFallback || self.transport == 'Mooncake'",
+                    "!has(self.allowFallback) || !self.allowFallback || has(self.transport) && self.transport == 'Mooncake'",
                     _NO_FALLBACK,
                     path=".allowFallback",
                 ),
