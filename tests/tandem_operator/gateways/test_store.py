@@ -133,6 +133,10 @@ def test_without_a_store_nothing_is_as_it_was_not() -> None:
         ({"kv": {"store": {}}}, "memory"),
         ({"kv": {"store": STORE | {"kind": "Redis"}}}, "Mooncake"),
         ({"kv": {"store": STORE | {"disk": "1Ti"}}}, "disk"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv:70000"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv:0"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "http://mooncake.kv:80"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv"}}}, "must be host:port"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spec: dict[str, Any], message: str) -> None:
