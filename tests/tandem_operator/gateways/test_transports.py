@@ -130,6 +130,20 @@ def test_a_rate_that_changes_a_little_writes_no_status() -> None:
     assert summarize({"a": tell("TCP", 1e9)}) != summarize({"a": tell("TCP", 1e9, "no device")})
 
 
+def test_one_workers_rate_among_many_causes_no_look() -> None:
+    """Of a large fleet there is always one whose rate has just passed a step."""
+    told = {f"w{number}": tell("TCP", 1e9) for number in range(9)}
+    assert summarize(told) == summarize(told | {"w3": tell("TCP", 4e9)})
+    assert summarize(told) != summarize(told | {"w3": tell("Mooncake", 1e9)})
+
+
+@pytest.mark.parametrize("transport", ["TCP", "Auto"])
+def test_workers_from_before_lack_nothing_that_is_asked_for_now(transport: str) -> None:
+    told = {"old": tell(None, fallback="no device"), "new": tell("TCP", 1e9)}
+    (condition,) = transport_condition(with_transport(transport), told)
+    assert (condition.status, condition.reason) == ("True", "BlocksMove")
+
+
 def report(gateway: str, age: float, transport: KVTransportTelemetry | None) -> FleetReport:
     sample = WorkerTelemetry(
         model_name="m", role=Role.DECODE, revision="r", pod="w", draining=False, running_requests=0,
