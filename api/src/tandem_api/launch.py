@@ -100,8 +100,11 @@ class KVConfig(Wire):
     """Host memory to which the blocks of preempted requests may be moved instead of being computed again; 0: none."""
     block_size: int = 16
     """Tokens per block."""
-    transport: Literal["Auto", "TCP", "Mooncake"] = "TCP"
+    transport: Literal["TCP", "Mooncake"] = "TCP"
     """What moves blocks between workers; TCP carries what is said about it either way."""
+    measure_transports: bool = False
+    """Move them by Mooncake where both ends have a device that makes it faster, and by `transport` elsewhere. Workers
+    of earlier releases know no such field, and go by `transport`."""
     allow_fallback: bool = False
     """Move blocks over TCP where `transport` cannot be had, instead of computing them."""
     port: int = WORKER_KV_PORT
@@ -115,6 +118,11 @@ class KVConfig(Wire):
     others do neither."""
     store: KVStoreConfig | None = None
     """None: blocks are shared through no store."""
+
+    @property
+    def wanted_transport(self) -> Literal["Auto", "TCP", "Mooncake"]:
+        """As `spec.kv.transport` says it."""
+        return "Auto" if self.measure_transports else self.transport
 
 
 class Parallelism(Wire):

@@ -127,9 +127,9 @@ WORKER_METRICS_PORT = 9090
 WORKER_LINK_PORT = 8001
 """The native link of gateways, where it is switched on."""
 WORKER_KV_PORT = 7000
+"""Port of a pod's first rank; the others of the pod take the ports after it."""
 MOONCAKE_PORTS = (15000, 17000)
 """Ports of Mooncake's engines in decode workers: two ports each, chosen by the library."""
-"""Port of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
 """Port where the ranks of a replica meet."""
 WORKER_FILES_PORT = 6800
@@ -138,8 +138,9 @@ STORE_MASTER_PORT = 50051
 """Port at which Mooncake's master is asked who has what."""
 STORE_CLIENT_PORT = 50052
 """Port at which a pod's own `mooncake_client` is asked by its worker."""
-STORE_DATA_PORTS = (15000, 15015)
-"""Ports at which one `mooncake_client` asks another one: it takes free ones of these."""
+STORE_DATA_PORTS = (14000, 14015)
+"""Ports at which one `mooncake_client` asks another one: it takes free ones of these. None is of `MOONCAKE_PORTS`,
+which others must not reach."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

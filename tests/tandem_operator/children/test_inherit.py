@@ -240,3 +240,36 @@ def test_another_step_timeout_restarts_no_worker_and_is_there_to_be_read() -> No
         assert workload == live[key]
     configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
     assert [config.get("stepTimeoutSeconds") for config in configs if "role" in config] == [0.0, 0.0]
+
+
+RDMA = {"resources": {"limits": {"rdma/hca": "1"}}}
+
+
+def transports(children: dict[ChildKey, Manifest]) -> dict[str, str]:
+    """What workers are told to move blocks by, by role."""
+    told = [WorkerConfig.model_validate_json(c["data"]["config.json"]) for k, c in children.items()
+            if k.kind == "ConfigMap" and "role" in json.loads(c["data"]["config.json"])]  # fmt: skip
+    return {config.role.value: config.kv.wanted_transport for config in told}
+
+
+def test_workers_with_an_rdma_device_are_not_replaced_for_a_transport_that_may_be_faster() -> None:
+    """Releases before Mooncake told nobody of a transport: all moved blocks by TCP."""
+    plan = blueprint(prefill=RDMA, decode=RDMA)
+    live = {child_key(c): c for c in build_children(blueprint(prefill=RDMA, decode=RDMA, kv={"transport": "TCP"}))}
+    after = upgraded(plan, live)
+    assert workloads(after) == workloads(live)
+    assert {key for key in after if key.kind == "ConfigMap"} == {key for key in live if key.kind == "ConfigMap"}
+    assert transports(after) == {"prefill": "TCP", "decode": "TCP"}
+    assert upgraded(plan, after) == after
+    later = upgraded(blueprint(prefill=RDMA, decode=RDMA, drain={"timeout": "5m"}), after)
+    assert {k: w["spec"]["template"] for k, w in workloads(later).items()} == {
+        k: w["spec"]["template"] for k, w in workloads(live).items()
+    }
+    assert {json.loads(c["data"]["config.json"]).get("drainTimeoutSeconds") for k, c in later.items()
+            if k.kind == "ConfigMap"} == {300.0}  # fmt: skip
+    replaced = upgraded(blueprint(prefill=RDMA, decode=RDMA, engine={"maxBatchTokens": 64}), after)
+    assert transports(replaced) == {"prefill": "Auto", "decode": "Auto"}
+    assert transports(upgraded(blueprint(prefill=RDMA, decode=RDMA, engine={"maxBatchTokens": 64}), replaced)) == {
+        "prefill": "Auto",
+        "decode": "Auto",
+    }

@@ -63,6 +63,27 @@ def test_a_model_gets_one_master_of_its_own() -> None:
     assert child(with_store(suspend=True), "Deployment", "-store")["spec"]["replicas"] == 0
 
 
+def test_the_masters_image_is_pulled_and_placed_as_the_workers_is() -> None:
+    tolerations = [{"key": "gpu", "operator": "Exists"}]
+    decode = {
+        "imagePullSecrets": [{"name": "ours"}], "tolerations": tolerations, "nodeSelector": {"pool": "a"},
+        "priorityClassName": "high", "affinity": {"podAntiAffinity": {}},
+        "podTemplate": {
+            "spec": {
+                "imagePullSecrets": [{"name": "more"}],
+                "containers": [{"name": "worker", "image": "mirror/worker:1"}],
+            }
+        },
+    }  # fmt: skip
+    plan = with_store(prefill={}, decode=decode)
+    pod = child(plan, "Deployment", "-store")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == holder(plan, "-decode")["image"] == "mirror/worker:1"
+    assert pod["imagePullSecrets"] == [{"name": "ours"}, {"name": "more"}]
+    assert (pod["tolerations"], pod["nodeSelector"], pod["priorityClassName"]) == (tolerations, {"pool": "a"}, "high")
+    assert "affinity" not in pod
+    assert "imagePullSecrets" not in child(with_store(), "Deployment", "-store")["spec"]["template"]["spec"]
+
+
 def test_a_shared_master_is_joined_and_none_is_made() -> None:
     plan = with_store({"memory": "1Gi", "master": "mooncake.kv.svc:6000"})
     names_of = [c["metadata"]["name"] for c in build_children(plan)]
@@ -133,6 +154,10 @@ def test_without_a_store_nothing_is_as_it_was_not() -> None:
         ({"kv": {"store": {}}}, "memory"),
         ({"kv": {"store": STORE | {"kind": "Redis"}}}, "Mooncake"),
         ({"kv": {"store": STORE | {"disk": "1Ti"}}}, "disk"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv:70000"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv:0"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "http://mooncake.kv:80"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "mooncake.kv"}}}, "must be host:port"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spec: dict[str, Any], message: str) -> None:

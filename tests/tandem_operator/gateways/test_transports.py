@@ -35,7 +35,8 @@ def with_transport(transport: str | None = None, **kv: Any) -> Blueprint:
         (blueprint(prefill=CLAIM, decode=RDMA), "Auto", True),
         (blueprint(prefill=RDMA, decode={}), "TCP", False),
         (blueprint(prefill=RDMA, decode=RDMA, kv={"transport": "TCP"}), "TCP", False),
-        (blueprint(decode=RDMA), "Auto", False),
+        (blueprint(decode=RDMA), "TCP", False),
+        (blueprint(prefill=RDMA, decode=RDMA, engine={"kind": "VLLM"}), "TCP", False),
         (blueprint(kv={"transport": "Mooncake"}), "Mooncake", False),
         (blueprint(prefill={}, engine={"kind": "VLLM", "args": []}), "TCP", False),
     ],
@@ -44,7 +45,9 @@ def test_workers_are_told_of_mooncake_where_it_is_asked_for_or_could_be_faster(
     plan: Blueprint, told: str, opens: bool
 ) -> None:
     for role in plan.worker_roles:
-        assert worker_config(plan, role).kv.transport == told
+        config = worker_config(plan, role).kv
+        assert config.wanted_transport == told
+        assert config.transport == ("Mooncake" if told == "Mooncake" else "TCP"), "an earlier release knows no Auto"
     assert may_use_mooncake(plan) is opens
 
 
@@ -125,6 +128,20 @@ def test_a_rate_that_changes_a_little_writes_no_status() -> None:
     assert summarize({"a": tell("TCP", 1.000e9)}) == summarize({"a": tell("TCP", 1.1e9)})
     assert summarize({"a": tell("TCP", 1e9)}) != summarize({"a": tell("TCP", 4e9)})
     assert summarize({"a": tell("TCP", 1e9)}) != summarize({"a": tell("TCP", 1e9, "no device")})
+
+
+def test_one_workers_rate_among_many_causes_no_look() -> None:
+    """Of a large fleet there is always one whose rate has just passed a step."""
+    told = {f"w{number}": tell("TCP", 1e9) for number in range(9)}
+    assert summarize(told) == summarize(told | {"w3": tell("TCP", 4e9)})
+    assert summarize(told) != summarize(told | {"w3": tell("Mooncake", 1e9)})
+
+
+@pytest.mark.parametrize("transport", ["TCP", "Auto"])
+def test_workers_from_before_lack_nothing_that_is_asked_for_now(transport: str) -> None:
+    told = {"old": tell(None, fallback="no device"), "new": tell("TCP", 1e9)}
+    (condition,) = transport_condition(with_transport(transport), told)
+    assert (condition.status, condition.reason) == ("True", "BlocksMove")
 
 
 def report(gateway: str, age: float, transport: KVTransportTelemetry | None) -> FleetReport:

@@ -372,6 +372,26 @@ def test_the_other_workers_keep_what_they_start_from_and_may_connect_as_before()
     assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == before
 
 
+@pytest.mark.parametrize("change", [{"kv": {}}, {"engine": {"image": "other:2"}}])
+def test_a_canary_takes_the_master_of_their_store_from_nobody(change: dict[str, Any]) -> None:
+    def stores() -> list[Manifest]:
+        assert made.rollout_plan is not None
+        return [c for c in made.rollout_plan.target.desired if c["metadata"]["name"] == "m-store"]
+
+    made = served(STEPS, prefill={"replicas": 2}, decode={"replicas": 2}, kv={"store": {"memory": "1Gi"}})
+    made.look()
+    before = stores()
+    assert [child["kind"] for child in before] == ["NetworkPolicy", "Service", "Deployment"]
+    made.change(**change)
+    made.run(times=4)
+    assert made.rollout.phase == "Canary"
+    key = lambda child: child["kind"]  # noqa: E731
+    assert sorted(stores(), key=key) == sorted(before, key=key), "it would forget all that the others have there"
+    made.run(times=60)
+    assert made.rollout.phase == "Complete"
+    assert (stores() == []) is ("kv" in change)
+
+
 def test_another_shape_has_no_canary() -> None:
     made = served(STEPS, decode={"replicas": 2})
     made.change(prefill={"replicas": 1})

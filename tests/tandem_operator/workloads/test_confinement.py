@@ -38,6 +38,15 @@ def test_the_main_container_stays_confined(containers: list[Manifest]) -> None:
     assert {key: worker["securityContext"].get(key) for key in CONFINED} == CONFINED
 
 
+@pytest.mark.parametrize("patch", [{"$patch": "replace", "image": "mine:1"}, {"securityContext": None}])
+def test_the_holder_of_a_store_does_too(patch: Manifest) -> None:
+    spec = {"initContainers": [{"name": "store"} | patch, {"name": "first", "image": "b"}]}
+    plan = blueprint(kv={"store": {"memory": "1Gi"}}, decode={"podTemplate": {"spec": spec}})
+    found = {each["name"]: each for each in children(plan)[DECODE]["spec"]["template"]["spec"]["initContainers"]}
+    assert found["store"]["securityContext"] == CONFINED
+    assert found["first"] == {"name": "first", "image": "b"}
+
+
 def test_the_gateway_does_too() -> None:
     spec = pod_spec({"containers": [{"name": "gateway", "image": "g:1", "$patch": "replace"}]}, key=GATEWAY)
     assert spec["containers"][0]["securityContext"] == CONFINED

@@ -305,3 +305,33 @@ def test_mooncakes_engines_are_reached_by_prefill_pods_alone(transport: str, egr
         assert not connects(plan, found["decode"], found["prefill"], port)
     assert not connects(plan, found["prefill"], found["decode"], 14999)
     assert not connects(plan, found["prefill"], found["decode"], 17001)
+
+
+@pytest.mark.parametrize("store", [{"memory": "1Gi"}, {"memory": "1Gi", "master": "master.kv:50051"}])
+def test_a_store_opens_no_port_of_mooncakes_engines(store: dict[str, str]) -> None:
+    plan = blueprint(prefill={}, kv={"transport": "Mooncake", "store": store})
+    found = pods(plan)
+    first, last = names.STORE_DATA_PORTS
+    for source in (found["prefill"], found["decode"]):
+        assert connects(plan, source, found["decode"], first)
+        assert connects(plan, source, found["decode"], last)
+    for source in (found["decode"], found["gateway"], NEIGHBOUR):
+        for port in (15000, 15007, 15015, 16000, 17000):
+            assert not connects(plan, source, found["decode"], port), (source.name, port)
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "opens"),
+    [
+        ("pvc://claim/model", "hf://org/head", True),
+        ("pvc://claim/model", "pvc://claim/head", False),
+        ("pvc://claim/model", None, False),
+        ("hf://org/model", "pvc://claim/head", True),
+    ],
+)
+def test_workers_reach_the_hub_for_a_draft_head_too(model: str, head: str | None, opens: bool) -> None:
+    for method in ("Auto", "Off"):
+        engine = {"speculative": {"method": method} | ({} if head is None else {"draft": {"uri": head}})}
+        plan = blueprint(model={"uri": model}, engine=engine)
+        wanted = opens and (method == "Auto" or model.startswith("hf://"))
+        assert connects(plan, pods(plan)["decode"], INTERNET, 443) is wanted, method

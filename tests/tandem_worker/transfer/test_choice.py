@@ -89,12 +89,12 @@ def test_what_was_fallen_back_from_is_told_until_it_works_again() -> None:
     assert (transports.fallback, transports.last) == (None, "Mooncake")
 
 
-@pytest.mark.parametrize("transport", ["TCP", "Auto"])
+@pytest.mark.parametrize("measures", [False, True])
 def test_nothing_is_offered_that_nobody_asked_for_and_no_device_makes_faster(
-    transport: str, monkeypatch: pytest.MonkeyPatch
+    measures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "find_protocol", lambda: "tcp")
-    opened = open_transports(KVConfig(transport=transport), "127.0.0.1")  # type: ignore[arg-type]
+    opened = open_transports(KVConfig(measure_transports=measures), "127.0.0.1")
     assert (opened.offers, opened.fallback) == ((), None)
 
 

@@ -12,7 +12,7 @@ from tandem_api.crd.model import hub_only
 from tandem_api.engines import EngineKind
 from tandem_api.launch import Device, DType, GenerationSettings, SpeculativeMethod, ToolForm, WeightsForm
 from tandem_api.quantities import parse_quantity
-from tandem_api.validation import RULES_KEY, Satisfies, rule
+from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 EngineArgument = Annotated[
     str,
@@ -160,6 +160,9 @@ class KVDisk(Authored):
     fifths are written, only blocks that more than one request has used are. Without it there is no limit."""
 
 
+_PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
+
+
 class KVStore(Authored):
     """A store that workers share blocks through, over the network: each keeps a part of it in memory of its own."""
 
@@ -177,11 +180,11 @@ class KVStore(Authored):
     master: (
         Annotated[
             str,
-            Field(max_length=253),
-            Satisfies(
-                "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?:[1-9][0-9]{0,4}$')",
+            Matches(
+                f"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:({_PORT})",
                 "must be host:port of a mooncake_master, for example mooncake-master.kv:50051",
             ),
+            Field(max_length=253),
         ]
         | None
     ) = None

@@ -30,7 +30,7 @@ from tandem_operator.objects.manifests import (
 )
 from tandem_operator.workloads import build_possible
 from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
-from tandem_operator.workloads.configs import CONFIG_FILE
+from tandem_operator.workloads.configs import CONFIG_FILE, start_hash
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
 _ANNOTATIONS = ("spec", "template", "metadata", "annotations")
@@ -115,14 +115,16 @@ def _kept_config(workload: Manifest, present: Manifest, children: Children, live
     )
     if config_map is None or old is None or config_hash(old) in (None, config_hash(config_map)):
         return None
-    is_fixed = bool(old.get("immutable"))
+    is_fixed, text = bool(old.get("immutable")), config_map["data"]
     wire = _CONFIG_TYPES[workload["kind"]]
     try:
         said = [wire.model_validate_json(dig(source, "data", CONFIG_FILE) or "") for source in (config_map, old)]
     except ValidationError:
         return None
     free = frozenset[str]() if is_fixed else _FOLLOWED_EVER[workload["kind"]]
-    if said[0] != said[1].model_copy(update={field: getattr(said[0], field) for field in free}):
+    if (plain := _without_measuring(said[0])) is not None and start_hash(plain) == config_hash(old):
+        text = {CONFIG_FILE: plain.set_json()}
+    elif said[0] != said[1].model_copy(update={field: getattr(said[0], field) for field in free}):
         return None
     kept = config_map | {
         "metadata": config_map["metadata"]
@@ -130,9 +132,17 @@ def _kept_config(workload: Manifest, present: Manifest, children: Children, live
             "name": old["metadata"]["name"],
             "annotations": config_map["metadata"]["annotations"] | {names.ANNOTATION_CONFIG_HASH: config_hash(old)},
         },
-        **({"data": old["data"], "immutable": True} if is_fixed else {}),
+        **({"data": old["data"], "immutable": True} if is_fixed else {"data": text}),
     }
     return sign(kept)
+
+
+def _without_measuring(config: Wire) -> WorkerConfig | None:
+    """The same of workers that move their blocks by TCP, as all did in releases that had nothing else; None where these
+    do too. What `Auto` may find to be faster is no reason to replace who runs."""
+    if not isinstance(config, WorkerConfig) or not config.kv.measure_transports:
+        return None
+    return config.model_copy(update={"kv": config.kv.model_copy(update={"measure_transports": False})})
 
 
 def _with_config(workload: Manifest, config_map: Manifest) -> Manifest:

@@ -22,7 +22,8 @@ def transport_condition(blueprint: Blueprint, told: Mapping[str, KVTransportTele
     if Role.PREFILL not in blueprint.worker_roles or spec.suspend:
         return []
     wanted = spec.kv.transport
-    lacking = {name: each for name, each in sorted(told.items()) if each.fallback}
+    # What is not asked for any more those lack who are about to be replaced.
+    lacking = {name: each for name, each in sorted(told.items()) if each.fallback and wanted == "Mooncake"}
     if lacking:
         return [_fallback(lacking, len(told), allowed=spec.kv.allow_fallback)]
     used = {each.transport: each for each in told.values() if each.transport is not None}
@@ -71,6 +72,6 @@ def _round_rate(rates: Iterable[float | None]) -> str:
     return f"{megabytes / 1000:.2g} GB/s" if megabytes >= 1000 else f"{megabytes:.0f} MB/s"
 
 
-def summarize(told: Mapping[str, KVTransportTelemetry]) -> dict[str, tuple[str, str | None, str]]:
-    """What a change of makes a model be looked at again."""
-    return {name: (each.fallback, each.transport, _round_rate([each.bytes_per_second])) for name, each in told.items()}
+def summarize(told: Mapping[str, KVTransportTelemetry]) -> tuple[dict[str, str], str]:
+    """What a change of makes a model be looked at again: what the condition says, not every worker's own rate."""
+    return {name: each.fallback for name, each in told.items() if each.fallback}, _describe(told)

@@ -55,7 +55,8 @@ from tandem_operator.rollout.revisions import (
 from tandem_operator.rollout.statefulsets import observe_fleet
 from tandem_operator.rollout.trial import TrialFleet
 from tandem_operator.workloads import Blueprint, Built, build_possible
-from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
+from tandem_operator.workloads.blueprint import COMPONENT_LABEL, TEMPLATE_HASH, digest
+from tandem_operator.workloads.store import COMPONENT as STORE
 
 _RETRY_MAX = 64
 
@@ -294,14 +295,18 @@ def plan_rollout(
 
 def _beside(target: RolloutTarget, other: RolloutTarget) -> tuple[RolloutTarget, frozenset[ChildKey]]:
     """What is tried, with what the workers of the revision before need beside it: their configuration, if one of them
-    is lost, and connections."""
+    is lost, connections, and the master of their store, who would forget all that they have there if it were made anew
+    for what is tried."""
     before = {child_key(child): child for child in other.desired}
+    stores = {key: child for key, child in before.items() if labels_of(child).get(COMPONENT_LABEL) == STORE}
     desired = [
         with_rules(child, before[child_key(child)])
         if child["kind"] == NETWORK_POLICY.name and child_key(child) in before
-        else child
+        else stores.get(child_key(child), child)
         for child in target.desired
     ]
+    there = {child_key(child) for child in desired}
+    desired += [child for key, child in stores.items() if key not in there]
     configs = frozenset(key for key in before if key.kind == CONFIG_MAP.name)
     return dataclasses.replace(target, desired=desired), configs
 

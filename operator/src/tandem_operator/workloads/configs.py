@@ -79,7 +79,8 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),
             store=None if spec.kv.store is None else KVStoreConfig(),
-            transport=transport_of(blueprint),
+            transport="Mooncake" if transport_of(blueprint) == "Mooncake" else "TCP",
+            measure_transports=transport_of(blueprint) == "Auto",
             allow_fallback=spec.kv.allow_fallback,
         ),
         scheduler=SchedulerConfig(

@@ -83,7 +83,8 @@ def pod_template(
         return template
     overlay = workload.pod_template.model_dump(by_alias=True, exclude_none=True)
     merged = overlay_template(template, overlay, path=f"{path}.podTemplate")
-    return _confined(merged, container["name"], path=f"{path}.podTemplate")
+    beside = frozenset(each["name"] for each in spec.get("initContainers", []))
+    return _confined(merged, container["name"], path=f"{path}.podTemplate", beside=beside)
 
 
 _CONFINED_POD: Manifest = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -95,9 +96,9 @@ CONFINED: Manifest = {
 """What every container has that the operator writes."""
 
 
-def _confined(template: Manifest, name: str, *, path: str) -> Manifest:
-    """`template` with what an overlay has left out of the confinement of the pod and of its main container. What it
-    says itself stays: whether it may is judged by policies.
+def _confined(template: Manifest, name: str, *, path: str, beside: frozenset[str]) -> Manifest:
+    """`template` with what an overlay has left out of the confinement of the pod, of its main container, and of init
+    containers that the operator writes (`beside`). What it says itself stays: whether it may is judged by policies.
 
     Raises:
         InvalidOverlayError: the main container is gone.
@@ -106,16 +107,21 @@ def _confined(template: Manifest, name: str, *, path: str) -> Manifest:
     containers: list[Manifest] = spec.get("containers") or []
     if not any(container.get("name") == name for container in containers):
         raise InvalidOverlayError(f"{path}.spec.containers must keep {name}: it is what the pod is for")
-    confined: list[Manifest] = [
+    confined: Manifest = {"containers": _confine(containers, frozenset({name}))}
+    if beside and spec.get("initContainers"):
+        confined["initContainers"] = _confine(spec["initContainers"], beside)
+    return template | {
+        "spec": spec | confined | {"securityContext": _completed(spec.get("securityContext"), _CONFINED_POD)}
+    }
+
+
+def _confine(containers: list[Manifest], names_of: frozenset[str]) -> list[Manifest]:
+    return [
         container | {"securityContext": _completed(container.get("securityContext"), CONFINED)}
-        if container.get("name") == name
+        if container.get("name") in names_of
         else container
         for container in containers
     ]
-    return template | {
-        "spec": spec
-        | {"containers": confined, "securityContext": _completed(spec.get("securityContext"), _CONFINED_POD)}
-    }
 
 
 def _completed(said: Manifest | None, usual: Manifest) -> Manifest:

@@ -189,7 +189,9 @@ def _kv_ports(blueprint: Blueprint, role: Role) -> Manifest:
 def _hub_rules(blueprint: Blueprint) -> list[Manifest]:
     """Rules for where workers download from. A policy knows no names, and hubs send downloads on to others: the ports
     are open to everywhere. A hub inside the cluster is reached at whatever port its pods have, so its namespace is."""
-    if not blueprint.model.spec.model.uri.startswith("hf://"):
+    spec = blueprint.model.spec
+    head = spec.engine.speculative.head
+    if not any(source.uri.startswith("hf://") for source in (spec.model, head) if source is not None):
         return []
     return _outside(blueprint, blueprint.release.hub_endpoint or f"https://:{_HTTPS_PORT}", _HTTPS_PORT)
 

@@ -12,8 +12,9 @@ from tandem_api import names
 from tandem_api.names import Role
 from tandem_api.quantities import parse_quantity
 
-from tandem_operator.objects.manifests import DEPLOYMENT, SERVICE, Manifest
+from tandem_operator.objects.manifests import DEPLOYMENT, SERVICE, Manifest, dig_list
 from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.placement import placement
 from tandem_operator.workloads.pods import CONFINED, USER
 
 COMPONENT = "store"
@@ -29,6 +30,8 @@ _TIMEOUT_SECONDS = 1
 _HOLDER_EXTRA = 512 << 20
 """Bytes that a holder takes beside what it keeps."""
 _GRACE_SECONDS = 5
+_PLACED = ("nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets")
+"""What of the decode workers' placement holds for the master: it has no devices and no neighbours to look for."""
 
 
 def master_name(blueprint: Blueprint) -> str:
@@ -110,6 +113,7 @@ def _build_service(blueprint: Blueprint) -> Manifest:
 
 
 def _build_master(blueprint: Blueprint) -> Manifest:
+    role = blueprint.decode_role
     arguments = [
         f"--rpc_port={names.STORE_MASTER_PORT}",
         "--metrics_host=127.0.0.1",
@@ -117,7 +121,7 @@ def _build_master(blueprint: Blueprint) -> Manifest:
         f"--client_ttl={_CLIENT_SECONDS}",
     ]
     port = {"name": MASTER, "containerPort": names.STORE_MASTER_PORT, "protocol": "TCP"}
-    container = _container(blueprint, MASTER, blueprint.worker_image, "mooncake_master", arguments) | {
+    container = _container(blueprint, MASTER, blueprint.image_of(role), "mooncake_master", arguments) | {
         "ports": [port],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "readinessProbe": {"tcpSocket": {"port": MASTER}, "periodSeconds": 2, "failureThreshold": 2},
@@ -138,6 +142,7 @@ def _build_master(blueprint: Blueprint) -> Manifest:
         },
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}}],
+        **_place(blueprint, role),
     }
     spec = {
         "replicas": blueprint.replicas(1),
@@ -146,3 +151,13 @@ def _build_master(blueprint: Blueprint) -> Manifest:
         "template": {"metadata": {"labels": blueprint.labels(COMPONENT)}, "spec": pod},
     }
     return blueprint.child(DEPLOYMENT, master_name(blueprint), {"spec": spec}, component=COMPONENT)
+
+
+def _place(blueprint: Blueprint, role: Role) -> Manifest:
+    """Where the master runs, and how its image is pulled: as workers of `role`, whose image it is."""
+    worker = blueprint.worker_spec(role)
+    placed = {key: value for key, value in placement(blueprint, role, worker).items() if key in _PLACED}
+    template = worker.pod_template
+    overlaid = dig_list(template.spec if template is not None else None, "imagePullSecrets")
+    secrets = [*placed.get("imagePullSecrets", []), *overlaid]
+    return placed | ({"imagePullSecrets": secrets} if secrets else {})

@@ -15,14 +15,18 @@ _RDMA_WORDS = ("rdma", "infiniband", "roce")
 
 
 def transport_of(blueprint: Blueprint) -> Literal["Auto", "TCP", "Mooncake"]:
-    """`Auto` is told only to workers that could find an RDMA device: for all others it means TCP."""
+    """`Auto` is told only to workers that move blocks and could find an RDMA device: for all others it means TCP."""
     wanted = blueprint.model.spec.kv.transport
-    return "TCP" if wanted == "Auto" and not _asks_for_rdma(blueprint) else wanted
+    return "TCP" if wanted == "Auto" and not (_moves_blocks(blueprint) and _asks_for_rdma(blueprint)) else wanted
 
 
 def may_use_mooncake(blueprint: Blueprint) -> bool:
     """Prefill workers may have to reach the engines of decode workers."""
-    return not is_foreign(blueprint) and Role.PREFILL in blueprint.worker_roles and transport_of(blueprint) != "TCP"
+    return _moves_blocks(blueprint) and transport_of(blueprint) != "TCP"
+
+
+def _moves_blocks(blueprint: Blueprint) -> bool:
+    return not is_foreign(blueprint) and Role.PREFILL in blueprint.worker_roles
 
 
 def _asks_for_rdma(blueprint: Blueprint) -> bool:

@@ -157,8 +157,8 @@ class Transports:
 
 def open_transports(kv: KVConfig, host: str) -> Transports:
     """What `kv` asks for; what cannot be had is an obstacle in the offers. `host`: this pod's address."""
-    policy = Policy(wanted=kv.transport, allow_fallback=kv.allow_fallback)
-    if kv.transport == TCP or (kv.transport == "Auto" and not _has_fast_device()):
+    policy = Policy(wanted=kv.wanted_transport, allow_fallback=kv.allow_fallback)
+    if policy.wanted == TCP or (policy.wanted == "Auto" and not _has_fast_device()):
         return Transports(policy)
     return open_mooncake(policy, host)
 
