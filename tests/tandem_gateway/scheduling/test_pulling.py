@@ -152,8 +152,10 @@ def test_what_is_brought_is_work_of_who_brings_it() -> None:
     assert choice.decode.prefill_tokens == 104 + 2048
 
 
-def test_who_brings_what_it_was_told_to_is_not_slow() -> None:
-    scheduler = fleet("d1", "d2", "d3", "d4", rate=2500.0)
+@pytest.mark.parametrize("given", [True, False])
+def test_who_is_told_to_bring_something_is_not_slow(given: bool) -> None:
+    """Whether or not who has it gives it away."""
+    scheduler = fleet("d1", "d2", "d3", "d4", rate=2500.0 if given else 50_000.0)
     for name in scheduler.endpoints:
         for _ in range(10):
             scheduler.endpoints[name].speed.observe(100, 0.06)
@@ -169,7 +171,7 @@ def test_who_brings_what_it_was_told_to_is_not_slow() -> None:
         assert choice is not None
         assert (choice.decode, choice.source) == (bringer, scheduler.endpoints[warm])
         reservation = scheduler.reserve(choice, demand, now)
-        now += 104 / 2000 + 4096 / 2500 + 0.01
+        now += 104 / 2000 + 4096 / 2500 + 0.01 if given else 2.2
         reservation.first_token(now)
         reservation.release()
         scheduler.tick(now)

@@ -224,6 +224,7 @@ class Scheduler:
             now=now,
             stream=demand.stream,
             conversion=choice.conversion,
+            pulls=choice.pulled_tokens > 0,
         )
         if prefill.told:
             prefill.add_told(work, now)
