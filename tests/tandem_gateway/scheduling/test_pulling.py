@@ -210,3 +210,28 @@ def test_a_worker_that_tells_nothing_any_more_is_not_named() -> None:
     assert ask(scheduler).source is not None
     scheduler.miss(scheduler.endpoints[warm])
     assert ask(scheduler).source is None
+
+
+def test_what_many_lack_is_brought_from_several() -> None:
+    holders, others = [f"d{number}" for number in range(4)], [f"e{number}" for number in range(16)]
+    scheduler = fleet(*holders)
+    for session in range(64):
+        demand = make_demand(4200, prefix=make_chain(session, 16, shared=12), affinity=session)
+        choice = scheduler.choose(demand, 0.0, {*holders} - {holders[session % 4]})
+        assert choice is not None
+        reservation = scheduler.reserve(choice, demand, 0.0)
+        scheduler.accept(choice, demand, reservation, 0.0)
+        reservation.release()
+    known = [make_worker(name, kv_address=f"{name}:7000") for name in (*holders, *others)]
+    scheduler.apply_workers(known)
+    for name in (*holders, *others):
+        tell(scheduler, name, 20_000.0)
+    for name in holders:
+        load(scheduler, name, 100_000)
+    named: set[str] = set()
+    for session in range(100, 116):
+        choice = ask(scheduler, make_demand(4200, prefix=make_chain(session, 16, shared=12), affinity=session))
+        assert choice.source is not None
+        named.add(choice.source.worker.name)
+    assert len(named) > 2
+    assert named <= {*holders}

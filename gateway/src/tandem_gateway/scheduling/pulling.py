@@ -46,7 +46,10 @@ def find_source(
     if best is None and shared is not None and shared_tokens > most:
         for endpoint, holding in islice(shared.holders.items(), _MAX_SHARERS):
             if endpoint.pull_rate is not None and _gives(endpoint, pools, excluded) and holding.alive():
-                return endpoint, shared_tokens
+                # Another one each time: many who lack it may be told at once.
+                others = [other for pool in pools for other in shared.sample(1, pool)]
+                others = [o for o in others if o.pull_rate is not None and _gives(o, pools, excluded)]
+                return others[0] if others else endpoint, shared_tokens
     return None if best is None else (best, most)
 
 
