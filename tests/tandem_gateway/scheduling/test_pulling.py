@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Choice, Demand, Scheduler, describe_choice, picker
+from tandem_gateway.scheduling.pulling import weigh_pulls
 
-from tests.tandem_gateway.scheduling.fleet import D, P, make_chain, make_demand, make_scheduler, make_worker, serve
+from tests.tandem_gateway.scheduling.fleet import (
+    D,
+    P,
+    make_chain,
+    make_demand,
+    make_endpoint,
+    make_scheduler,
+    make_worker,
+    serve,
+)
 
 CHAIN = make_chain(1, 16)
 """4,096 tokens."""
@@ -235,3 +245,12 @@ def test_what_many_lack_is_brought_from_several() -> None:
         named.add(choice.source.worker.name)
     assert len(named) > 2
     assert named <= {*holders}
+
+
+@pytest.mark.parametrize("held", [1000, 1001, 9000])
+def test_who_holds_more_than_the_prompt_has_all_of_it(held: int) -> None:
+    holder, other = (make_endpoint(name) for name in ("d1", "d2"))
+    holder.pull_rate = other.pull_rate = 0.0
+    costs = {other: 1500.0}
+    weigh_pulls(costs, (holder, held), 1000, 1.5)
+    assert costs == {other: 1000 * (0.25 + 0.25)}

@@ -62,11 +62,11 @@ def weigh_pulls(costs: dict[Endpoint, float], source: tuple[Endpoint, int], prom
     """Lower the costs of candidates that had better bring what `source` has. `costs`: `weight` for every token that a
     candidate lacks, and no queues yet."""
     holder, held = source
-    rest = prompt_tokens - held
+    rest = max(0, prompt_tokens - held)  # what it is taken to hold may be counted in other tokens
     for endpoint, cost in costs.items():
         if endpoint.pull_rate is None or endpoint is holder:
             continue
         missing = cost / weight - rest
         time = weigh_time(endpoint)
         if missing >= MIN_TOKENS and time < 1:
-            costs[endpoint] = min(cost, weight * max(0, rest) + missing * (time + COPY_WEIGHT))
+            costs[endpoint] = min(cost, weight * rest + missing * (time + COPY_WEIGHT))
