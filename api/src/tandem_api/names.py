@@ -127,9 +127,9 @@ WORKER_METRICS_PORT = 9090
 WORKER_LINK_PORT = 8001
 """The native link of gateways, where it is switched on."""
 WORKER_KV_PORT = 7000
+"""Port of a pod's first rank; the others of the pod take the ports after it."""
 MOONCAKE_PORTS = (15000, 17000)
 """Ports of Mooncake's engines in decode workers: two ports each, chosen by the library."""
-"""Port of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
 """Port where the ranks of a replica meet."""
 WORKER_FILES_PORT = 6800
