@@ -25,6 +25,9 @@ class Sent:
         for part in body:
             self.sink.on_upstream_body(part, final=False)
 
+    def refuse(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self.sink.on_upstream_head(ResponseHead(status, [*JSON, *headers], dict(headers)))
+
     def fail(self, failure: Failure) -> None:
         self.sink.on_upstream_failure(failure, "it broke")
 
@@ -82,14 +85,23 @@ async def begin(start_gateway, start_worker, request: bytes, until):
     return running, links, reader, exchange
 
 
-async def test_an_attempt_that_sent_nothing_has_no_status(start_gateway, start_worker, chat, until) -> None:
+async def test_an_attempt_has_the_status_of_its_own_answer(start_gateway, start_worker, chat, until) -> None:
     running, links, _, exchange = await begin(start_gateway, start_worker, chat(stream=True), until)
     exchange.trace = spans = Spans()
-    links.sent[0].answer(RESUMABLE, b'data: {"choices":[]}\n\n: j\n')
-    links.sent[0].fail(Failure.RESET)
-    links.sent[1].fail(Failure.LOCAL)
-    assert spans.ended == [("reset", 200), ("local", None)]
-    running.gateway.stop()
+    links.sent[0].refuse(503, (b"x-tandem-retry", b"1"))
+    links.sent[1].answer(RESUMABLE, b'data: {"choices":[]}\n\n: j\n')
+    links.sent[1].fail(Failure.RESET)
+    running.gateway.place_waiting()
+    links.sent[2].fail(Failure.LOCAL)
+    running.gateway.place_waiting()
+    links.sent[3].fail(Failure.CONNECT)
+    for endpoint in running.gateway.scheduler.endpoints.values():
+        endpoint.pool.admit(endpoint)
+    running.gateway.place_waiting()
+    links.sent[4].refuse(409)
+    reasons = [("draining", 503), ("reset", 200), ("local", None), ("refused", None), ("declined", 409)]
+    assert spans.ended == reasons
+    assert not running.gateway.exchanges
 
 
 async def test_a_slow_client_of_a_failure_holds_no_answer(start_gateway, start_worker, chat, until) -> None:
