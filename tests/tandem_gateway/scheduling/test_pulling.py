@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_gateway.scheduling import Choice, Demand, Scheduler, describe_choice
+from tandem_gateway.scheduling import Choice, Demand, Scheduler, describe_choice, picker
+from tandem_gateway.scheduling.pulling import weigh_pulls
 
-from tests.tandem_gateway.scheduling.fleet import D, P, make_chain, make_demand, make_scheduler, make_worker, serve
+from tests.tandem_gateway.scheduling.fleet import (
+    D,
+    P,
+    make_chain,
+    make_demand,
+    make_endpoint,
+    make_scheduler,
+    make_worker,
+    serve,
+)
 
 CHAIN = make_chain(1, 16)
 """4,096 tokens."""
@@ -134,3 +144,113 @@ def test_whoever_is_named_has_more_and_is_not_who_computes(
     assert computing.pull_rate is not None
     assert 256 <= choice.pulled_tokens <= choice.cached_tokens
     assert choice.source.worker.role in (Role.DECODE, Role.PREFILL)
+
+
+def test_what_is_brought_is_work_of_who_brings_it() -> None:
+    scheduler = fleet("d1", "d2", rate=4000.0)
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    tell(scheduler, "d1", 4000.0)
+    tell(scheduler, "d2", 4000.0)
+    load(scheduler, warm, 50_000)
+    demand = make_demand(4200, prefix=CHAIN)
+    choice = ask(scheduler, demand)
+    reservation = scheduler.reserve(choice, demand, 1.0)
+    assert choice.pulled_tokens == 4096
+    assert reservation.expected == pytest.approx(104 / 2000 + 4096 / 4000, abs=0.01)
+    choice.expected, choice.work = reservation.expected, reservation.work
+    assert describe_choice(choice)["queuedTokens"] == 0
+    assert choice.decode.prefill_tokens == 104 + 2048
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_who_is_told_to_bring_something_is_not_slow(given: bool) -> None:
+    """Whether or not who has it gives it away."""
+    scheduler = fleet("d1", "d2", "d3", "d4", rate=2500.0 if given else 50_000.0)
+    for name in scheduler.endpoints:
+        for _ in range(10):
+            scheduler.endpoints[name].speed.observe(100, 0.06)
+            scheduler.endpoints[name].speed.observe(2000, 1.01)
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 500_000)
+    left_out = {*scheduler.endpoints} - {warm}
+    bringer = scheduler.endpoints[left_out.pop()]
+    now = 1.0
+    for _ in range(60):
+        demand = make_demand(4200, prefix=CHAIN)
+        choice = scheduler.choose(demand, now, left_out)
+        assert choice is not None
+        assert (choice.decode, choice.source) == (bringer, scheduler.endpoints[warm])
+        reservation = scheduler.reserve(choice, demand, now)
+        now += 104 / 2000 + 4096 / 2500 + 0.01 if given else 2.2
+        reservation.first_token(now)
+        reservation.release()
+        scheduler.tick(now)
+    assert not scheduler.ejections
+    assert bringer.speed.value == pytest.approx(2000, rel=0.1)
+
+
+def test_where_nobody_brings_anything_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(picker, "weigh_pulls", fail)
+    monkeypatch.setattr(picker, "name_source", fail)
+    scheduler = fleet("p1", "p2", "d1", "d2", rate=None)
+    serve(scheduler, make_demand(4200, prefix=CHAIN))
+    assert ask(scheduler).cached_tokens == 4096
+
+
+@given(rate=st.sampled_from([-0.0, 5e-324, 1e-300, 1e300, float(2**63)]), speed=st.sampled_from([0.0, 5e-324, 1e9]))
+def test_rates_that_cannot_be_break_nothing(rate: float, speed: float) -> None:
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    for name in ("d1", "d2"):
+        tell(scheduler, name, rate, speed)
+    load(scheduler, warm, 50_000)
+    demand = make_demand(4200, prefix=CHAIN)
+    choice = ask(scheduler, demand)
+    scheduler.reserve(choice, demand, 1.0).release()
+    assert all(endpoint.prefill_tokens in (0, 50_000) for endpoint in scheduler.endpoints.values())
+
+
+def test_a_worker_that_tells_nothing_any_more_is_not_named() -> None:
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 50_000)
+    assert ask(scheduler).source is not None
+    scheduler.miss(scheduler.endpoints[warm])
+    assert ask(scheduler).source is None
+
+
+def test_what_many_lack_is_brought_from_several() -> None:
+    holders, others = [f"d{number}" for number in range(4)], [f"e{number}" for number in range(16)]
+    scheduler = fleet(*holders)
+    for session in range(64):
+        demand = make_demand(4200, prefix=make_chain(session, 16, shared=12), affinity=session)
+        choice = scheduler.choose(demand, 0.0, {*holders} - {holders[session % 4]})
+        assert choice is not None
+        reservation = scheduler.reserve(choice, demand, 0.0)
+        scheduler.accept(choice, demand, reservation, 0.0)
+        reservation.release()
+    known = [make_worker(name, kv_address=f"{name}:7000") for name in (*holders, *others)]
+    scheduler.apply_workers(known)
+    for name in (*holders, *others):
+        tell(scheduler, name, 20_000.0)
+    for name in holders:
+        load(scheduler, name, 100_000)
+    named: set[str] = set()
+    for session in range(100, 116):
+        choice = ask(scheduler, make_demand(4200, prefix=make_chain(session, 16, shared=12), affinity=session))
+        assert choice.source is not None
+        named.add(choice.source.worker.name)
+    assert len(named) > 2
+    assert named <= {*holders}
+
+
+@pytest.mark.parametrize("held", [1000, 1001, 9000])
+def test_who_holds_more_than_the_prompt_has_all_of_it(held: int) -> None:
+    holder, other = (make_endpoint(name) for name in ("d1", "d2"))
+    holder.pull_rate = other.pull_rate = 0.0
+    costs = {other: 1500.0}
+    weigh_pulls(costs, (holder, held), 1000, 1.5)
+    assert costs == {other: 1000 * (0.25 + 0.25)}

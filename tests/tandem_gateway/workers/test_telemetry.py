@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric, TierTelemetry, WorkerTelemetry
+from tandem_api.telemetry import MOST, Metric, TierTelemetry, WorkerTelemetry
 from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.scheduling import Demand, Worker
 from tandem_gateway.scheduling.scheduler import MOST_OTHERS
@@ -405,3 +406,13 @@ def test_what_memory_gives_up_stays_on_a_disk_that_works(
     figures = {"kv_eviction_horizon": 50.0, "kv_blocks_total": 100, "kv_block_size": 16, "kv_tiers": tiers}
     assert describe_cache(SAMPLE.model_copy(update=figures)) == expected
     assert describe_cache(SAMPLE.model_copy(update=figures | {"kv_block_size": None})) == (50.0, None)
+
+
+async def test_a_cache_that_cannot_be_can_still_be_told_of(start_gateway, start_worker) -> None:
+    running = await start_gateway(await start_worker())
+    (endpoint,) = running.gateway.scheduler.endpoints.values()
+    tiers = [TierTelemetry(tier="disk", capacity_tokens=MOST)]
+    figures = {"kv_blocks_total": MOST, "kv_block_size": MOST, "kv_tiers": tiers, "queued_prefill_tokens": MOST}
+    running.gateway.take_sample(endpoint.worker, SAMPLE.model_copy(update=figures | {"at": 1.0}))
+    told = orjson.loads(orjson.dumps(running.server.reports.describe_endpoints()))
+    assert told[0]["kvTokens"] == MOST

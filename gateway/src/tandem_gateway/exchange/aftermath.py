@@ -50,7 +50,9 @@ def end_attempt(x: ExchangeState, ending: Ending, detail: str, status: int | Non
         assert x.choice is not None
         x.choice.decode.count_end(failed=action.failed)
     if x.trace is not None:
-        x.trace.attempt_ended(x, action.reason, x.answered_status)
+        others = x.begun and progress.untouched  # what is known was answered by the worker before
+        answered = None if others else x.answered_status
+        x.trace.attempt_ended(x, action.reason, answered if status is None else status)
     blame(x, action)
     if action.unmoved is not None:
         x.context.metrics.failed_resumes[action.unmoved] += 1

@@ -120,6 +120,7 @@ def fail(x: ExchangeState, error: RequestError) -> None:
         finish(x, keep_alive=False)
         return
     x.status = error.status
+    x.stream, x.held, x.held_size = None, [], 0  # of an answer that the client does not get
     if x.queue_seconds:
         error.headers += ((HEADER_QUEUE_SECONDS, f"{x.queue_seconds:.3f}"),)
     fields = x.request.answer_fields

@@ -22,8 +22,8 @@ def predict(choice: Choice, *, output_tokens: int, now: float) -> None:
     """Fill in what would be expected of a choice, for a request that is not sent."""
     prefill = choice.prefill[0] if choice.prefill else choice.decode
     reservation = Reservation(
-        choice.decode, prefill, prefill_tokens=choice.uncached_tokens, decode_tokens=output_tokens, now=now,
-        conversion=choice.conversion,
+        choice.decode, prefill, prefill_tokens=choice.uncached_tokens + choice.pulled_work,
+        decode_tokens=output_tokens, now=now, conversion=choice.conversion,
     )  # fmt: skip
     reservation.release()
     choice.expected, choice.work = reservation.expected, reservation.work
@@ -57,7 +57,7 @@ def describe_choice(choice: Choice) -> dict[str, object]:
         "promptTokens": choice.uncached_tokens + choice.cached_tokens,
         "cachedTokens": choice.cached_tokens,
         "uncachedTokens": choice.uncached_tokens,
-        "queuedTokens": round(choice.work - choice.uncached_tokens),
+        "queuedTokens": round(choice.work - choice.uncached_tokens - choice.pulled_work),
         "predictedSeconds": None if choice.expected is None else round(choice.expected, 4),
         "candidates": [
             {

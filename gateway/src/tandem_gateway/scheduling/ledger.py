@@ -23,7 +23,7 @@ class Reservation:
 
     __slots__ = (
         "_converted", "_decode", "_decode_left", "_open", "_output", "_owing", "_part", "_prefill", "_prefill_tokens",
-        "_prefilling",
+        "_prefilling", "_pulls",
         "copy", "expected", "holder", "patience", "since", "work",
     )  # fmt: skip
 
@@ -37,9 +37,10 @@ class Reservation:
         now: float,
         stream: bool = True,
         conversion: Conversion | None = None,
+        pulls: bool = False,
     ) -> None:
         """`prefill` is `decode` itself where that worker computes the prompt: for want of another one, or because
-        prefill workers are behind, as `conversion` says."""
+        prefill workers are behind, as `conversion` says. `pulls`: it is to bring a part of it."""
         self._decode = decode
         self._prefill = prefill
         self._prefill_tokens = prefill_tokens
@@ -48,6 +49,8 @@ class Reservation:
         """Part of a token that has come, and is not counted yet."""
         self._open = True
         self._prefilling = True
+        self._pulls = pulls
+        """How long its prompt takes says nothing of the worker's speed: whoever has the rest may not give it."""
         self._owing = True
         self.since = now
         self.holder: object = None
@@ -93,7 +96,7 @@ class Reservation:
         if self._prefilling:
             if self._converted:
                 self._learn_own(now)
-            else:
+            elif not self._pulls:
                 prefill.speed.observe(self.work, now - self.since)
             prefill.working_since = now
             if prefill is self._decode:  # inlined `_end_prefill`
@@ -121,7 +124,7 @@ class Reservation:
 
     def complete(self, now: float) -> None:
         """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
-        if self._owing and self._prefill_tokens >= SHORT_TOKENS and not self._converted:
+        if self._owing and self._prefill_tokens >= SHORT_TOKENS and not (self._converted or self._pulls):
             self._prefill.speed.observe(self.work + _TOKENS_PER_STEP * self._output, now - self.since)
         if self._owing:
             self._end_owing(now)

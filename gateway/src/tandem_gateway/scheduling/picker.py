@@ -74,6 +74,8 @@ class Choice:
     """Who has a part of the prompt that is brought from there instead of being computed; None: nobody is named."""
     pulled_tokens: int = 0
     """Estimated tokens that are, which count as cached."""
+    pulled_work: int = 0
+    """The time that those take, in tokens that the worker computes in it."""
     conversion: Conversion | None = None
     """Whether the decode endpoint computes the prompt though prefill endpoints are there; None: nobody asked."""
 
@@ -145,13 +147,14 @@ def pick(
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
     _, prefills, decode, _, _, _ = offer
     prompt = demand.prompt_tokens
+    computing = prefills[0] if prefills else decode
     known = hit = 0
     if cached or shared is not None:
-        known = hit = min(prompt, count_cached(prefills[0] if prefills else decode, cached, shared, shared_tokens))
+        known = hit = min(prompt, count_cached(computing, cached, shared, shared_tokens))
         if prefills:
             known = max(hit, min(prompt, count_cached(decode, cached, shared, shared_tokens)))
     choice = Choice(decode, prefills, prompt - hit, hit, known, offers)
-    if cached or shared is not None:
+    if computing.pull_rate is not None and (cached or shared is not None):
         name_source(choice, cached, shared, shared_tokens, excluded)
     return choice
 
@@ -164,9 +167,9 @@ def name_source(
     excluded: Collection[str],
 ) -> None:
     """Name who has more of the prompt than the worker that computes it, where bringing that is sooner; nobody else."""
-    choice.source, choice.pulled_tokens = None, 0
+    choice.source, choice.pulled_tokens, choice.pulled_work = None, 0, 0
     computing = choice.prefill[0] if choice.prefill else choice.decode
-    if computing.pull_rate is None or weigh_time(computing) >= 1:
+    if computing.pull_rate is None or (time := weigh_time(computing)) >= 1:
         return
     group = next((offer[3] for offer in choice.offers if offer[3].decodes is choice.decode.pool), None)
     if group is None:
@@ -179,6 +182,7 @@ def name_source(
     if held - choice.cached_tokens < MIN_TOKENS:
         return
     choice.source, choice.pulled_tokens = endpoint, held - choice.cached_tokens
+    choice.pulled_work = int(choice.pulled_tokens * time)
     choice.uncached_tokens -= choice.pulled_tokens
     choice.cached_tokens = held
     choice.known_tokens = max(choice.known_tokens, held)
@@ -256,9 +260,8 @@ def _rank(
     whole = weight * prompt
     part = weight * (prompt - shared_tokens) if prompt > shared_tokens else 0.0
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
-    candidates = homes
-    if len(homes) < pool.available:
-        candidates = homes + pool.find_idle(MAX_IDLE, excluded, demand.prefix[-1] if demand.prefix else 0)
+    last = demand.prefix[-1] if demand.prefix else 0
+    candidates = homes + pool.find_idle(MAX_IDLE, excluded, last) if len(homes) < pool.available else homes
     costs: dict[Endpoint, float] = dict.fromkeys(candidates, whole)
     if shared is not None:
         _weigh_sharers(costs, shared, homes if grows else _NOBODY, pool, part, excluded)
@@ -270,7 +273,8 @@ def _rank(
     if unseen and homes:
         known = count_cached(homes[0], cached, shared, shared_tokens)
         costs[homes[0]] -= unseen * weight * max(0, prompt - known)
-    weigh_pulls(costs, source, prompt, weight)
+    if source is not None:
+        weigh_pulls(costs, source, prompt, weight)
     for endpoint in costs:
         if endpoint.prefill_tokens or endpoint.told:  # its load, less what it has probably computed of its prompts
             costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens

@@ -41,34 +41,32 @@ def find_source(
     best: Endpoint | None = None
     most = MIN_TOKENS - 1
     for endpoint, tokens in cached.items():
-        if tokens > most and _gives(endpoint, pools, excluded):
+        if tokens > most and endpoint.pull_rate is not None and _gives(endpoint, pools, excluded):
             best, most = endpoint, tokens
     if best is None and shared is not None and shared_tokens > most:
         for endpoint, holding in islice(shared.holders.items(), _MAX_SHARERS):
-            if _gives(endpoint, pools, excluded) and holding.alive():
-                return endpoint, shared_tokens
+            if endpoint.pull_rate is not None and _gives(endpoint, pools, excluded) and holding.alive():
+                # Another one each time: many who lack it may be told at once.
+                others = [other for pool in pools for other in shared.sample(1, pool)]
+                others = [o for o in others if o.pull_rate is not None and _gives(o, pools, excluded)]
+                return others[0] if others else endpoint, shared_tokens
     return None if best is None else (best, most)
 
 
 def _gives(endpoint: Endpoint, pools: tuple[Pool, Pool], excluded: Collection[str]) -> bool:
-    """Whether it may be named: it gives blocks away, is of the same build, and nothing speaks against it."""
-    gives = endpoint.pull_rate is not None and endpoint.level >= 0
-    return gives and endpoint.pool in pools and endpoint.worker.name not in excluded
+    """Whether one that gives blocks away may be named: it is of the same build, and nothing speaks against it."""
+    return endpoint.level >= 0 and endpoint.pool in pools and endpoint.worker.name not in excluded
 
 
-def weigh_pulls(
-    costs: dict[Endpoint, float], source: tuple[Endpoint, int] | None, prompt_tokens: int, weight: float
-) -> None:
+def weigh_pulls(costs: dict[Endpoint, float], source: tuple[Endpoint, int], prompt_tokens: int, weight: float) -> None:
     """Lower the costs of candidates that had better bring what `source` has. `costs`: `weight` for every token that a
     candidate lacks, and no queues yet."""
-    if source is None:
-        return
     holder, held = source
-    rest = prompt_tokens - held
+    rest = max(0, prompt_tokens - held)  # what it is taken to hold may be counted in other tokens
     for endpoint, cost in costs.items():
         if endpoint.pull_rate is None or endpoint is holder:
             continue
         missing = cost / weight - rest
         time = weigh_time(endpoint)
         if missing >= MIN_TOKENS and time < 1:
-            costs[endpoint] = min(cost, weight * max(0, rest) + missing * (time + COPY_WEIGHT))
+            costs[endpoint] = min(cost, weight * rest + missing * (time + COPY_WEIGHT))

@@ -41,7 +41,7 @@ def reconsider(
     }
     offers = {name: _offer(endpoint, tokens[name], rate, now) for name, endpoint in able.items()}
     choice.conversion, best = decide(
-        prefill.speed.predict(queued + choice.uncached_tokens),
+        prefill.speed.predict(queued + choice.uncached_tokens + choice.pulled_work),
         rate=rate, queued=queued, limit=limit, offers=offers, step_seconds=terms.step_seconds,
     )  # fmt: skip
     if best:

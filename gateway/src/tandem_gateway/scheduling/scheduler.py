@@ -215,17 +215,19 @@ class Scheduler:
         prefill = choice.prefill[0] if choice.prefill else choice.decode
         if choice.conversion is not None:
             self.conversions[choice.conversion.verdict] += 1
+        work = choice.uncached_tokens + choice.pulled_work
         reservation = Reservation(
             choice.decode,
             prefill,
-            prefill_tokens=choice.uncached_tokens,
+            prefill_tokens=work,
             decode_tokens=demand.output_tokens,
             now=now,
             stream=demand.stream,
             conversion=choice.conversion,
+            pulls=choice.pulled_tokens > 0,
         )
         if prefill.told:
-            prefill.add_told(choice.uncached_tokens, now)
+            prefill.add_told(work, now)
         if choice.decode.health.probe is WANTED:
             self._begin_probe(choice.decode, reservation, now)
         if prefill.health.probe is WANTED:
@@ -317,9 +319,10 @@ class Scheduler:
         return (waiting_tokens + waits) / speed
 
     def miss(self, endpoint: Endpoint) -> None:
-        """A worker has told nothing for a while: what was in its queue is not known any more."""
+        """A worker has told nothing for a while: what was in its queue is not known any more, nor whether it still
+        gives blocks away."""
         endpoint.charge(0, 0, -endpoint.others)
-        endpoint.told = 0.0
+        endpoint.told, endpoint.pull_rate = 0.0, None
 
     def _size_index(self) -> None:
         tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())

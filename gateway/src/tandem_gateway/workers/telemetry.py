@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from pydantic import ValidationError
-from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.telemetry import MOST, WorkerTelemetry
 
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.upstream.asking import Asker
@@ -61,12 +61,12 @@ def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
     """
     if not sample.kv_block_size:
         return sample.kv_eviction_horizon, None
-    tokens = sample.kv_blocks_total * sample.kv_block_size
+    tokens = min(MOST, sample.kv_blocks_total * sample.kv_block_size)
     tiers = [tier for tier in sample.kv_tiers if tier.reason is None and tier.capacity_tokens]
     if not tiers:
         return sample.kv_eviction_horizon, tokens
     horizon = min(sample.kv_eviction_horizon, *(tier.horizon for tier in tiers))
-    return horizon, tokens + sum(tier.capacity_tokens for tier in tiers)
+    return horizon, min(MOST, tokens + sum(tier.capacity_tokens for tier in tiers))
 
 
 def describe_pulls(sample: WorkerTelemetry) -> float | None:
