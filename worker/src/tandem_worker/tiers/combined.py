@@ -19,29 +19,32 @@ class CombinedTier:
         self._sources, self._sink = sources, sink
         self._found: BlockSource | None = None
         """The source of the run that `find` named last: a load of it is begun before another is looked for."""
+        self._asker: BlockSource | None = None
+        """The one that must ask elsewhere."""
 
     def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
         best: tuple[float, float] | None = None
         chosen: Run | None = None
-        asker: BlockSource | None = None
+        self._found = self._asker = None
         for source in self._sources:
             run = source.find(names, seconds_per_block, holder)
             if run is None:
                 continue
             if not run.count:
-                asker = asker or source
+                self._asker = self._asker or source
                 continue
             cost = _cost(run, len(names), seconds_per_block)
             if best is None or cost < best:
                 best, chosen, self._found = cost, run, source
-        if asker is not None and (chosen is None or chosen.count < len(names)):
-            self._found = asker  # one that has more may be the better one, which is known once it has answered
-            return Run(count=0, seconds=0.0)
+        if self._asker is not None and (chosen is None or chosen.count < len(names)):
+            # One that has more may be the better one, which is known once it has answered.
+            return Run(count=0, seconds=0.0, otherwise=chosen)
         return chosen
 
     def start_load(self, order: LoadOrder) -> None:
-        assert self._found is not None, "find comes before start_load"
-        self._found.start_load(order)
+        source = self._asker if order.asks else self._found
+        assert source is not None, "find comes before start_load"
+        source.start_load(order)
 
     def cancel(self, load: int) -> None:
         for source in self._sources:
