@@ -16,7 +16,9 @@ class Source:
         self.count, self.seconds = count, seconds
         self.orders: list[LoadOrder] = []
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         return None if self.count is None else Run(count=self.count, seconds=self.seconds)
 
     def start_load(self, order: LoadOrder) -> None:

@@ -58,7 +58,8 @@ class LoadDesk:
             return True
         rate = scheduler.hooks.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
-        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source)
+        held = request.kv_source_tokens // blocks.block_size - len(matched) if request.kv_source_tokens else None
+        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source, held)
         if run is not None and not run.count:
             if self._may_ask(sequence, most):
                 return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)

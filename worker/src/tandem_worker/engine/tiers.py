@@ -57,11 +57,13 @@ class Offer:
 class BlockSource(Protocol):
     """The way in. Called on the engine thread."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
         in `seconds_per_block`, is sooner. None: nobody knows what computing takes. `holder`: the KV port (`host:port`)
-        of a worker that has some of them, as a gateway says; empty: none was named. A source that must ask elsewhere
-        says so with a run of no blocks."""
+        of a worker that has some of them, as a gateway says; empty: none was named. `held`: how many of them it says;
+        None: it does not. A source that must ask elsewhere says so with a run of no blocks."""
         ...
 
     def start_load(self, order: LoadOrder) -> None:

@@ -22,9 +22,12 @@ class CombinedTier:
         self._asker: BlockSource | None = None
         """The one that must ask elsewhere."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         best: tuple[float, float] | None = None
         chosen: Run | None = None
+        likely = 0
         self._found = self._asker = None
         for source in self._sources:
             run = source.find(names, seconds_per_block, holder)
@@ -33,10 +36,12 @@ class CombinedTier:
             if not run.count:
                 self._asker = self._asker or source
                 continue
-            cost = _cost(run, len(names), seconds_per_block)
+            count = run.count if held is None or not run.hearsay else max(0, min(run.count, held))
+            seconds = run.seconds * count / run.count
+            cost = _cost(count, seconds, len(names), seconds_per_block)
             if best is None or cost < best:
-                best, chosen, self._found = cost, run, source
-        if self._asker is not None and (chosen is None or chosen.count < len(names)):
+                best, chosen, likely, self._found = cost, run, count, source
+        if self._asker is not None and likely < len(names):
             # One that has more may be the better one, which is known once it has answered.
             return Run(count=0, seconds=0.0, otherwise=chosen)
         return chosen
@@ -62,8 +67,8 @@ class CombinedTier:
             self._sink.offered(offer)
 
 
-def _cost(run: Run, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
+def _cost(count: int, seconds: float, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
     """Seconds until all that is wanted is there; where nobody knows what computing takes, who has most comes first."""
     if seconds_per_block is None:
-        return -run.count, run.seconds
-    return run.seconds + (wanted - run.count) * seconds_per_block, run.seconds
+        return -count, seconds
+    return seconds + (wanted - count) * seconds_per_block, seconds

@@ -141,7 +141,9 @@ class StoreTier:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on or not names:
