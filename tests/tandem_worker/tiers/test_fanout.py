@@ -135,6 +135,28 @@ def test_one_that_has_everything_takes_nothing_from_one_that_is_behind() -> None
     assert not memory.pinned
 
 
+def test_nobody_is_handed_more_than_it_asked_for() -> None:
+    """A sink copies into a buffer that has room for what it asks for, and others ask for more at a time."""
+    sinks = [Recorder(), Recorder()]
+    fanout = SinkFanout(sinks, most_kept=100)
+    memory = Memory(fanout, 0)
+    fanout.bind(memory)
+    for sink, count in zip(sinks, (8, 3), strict=True):
+        sink.engine.offer_blocks(count)
+    assert memory.asked == 1
+    memory.pinned.update(range(16))
+    for first in (0, 8):  # the second one comes before it is asked for
+        names = tuple(b"%d" % block for block in range(first, first + 8))
+        fanout.offered(Offer(block_ids=tuple(range(first, first + 8)), names=names, fence=None))
+    assert [[len(offer.block_ids) for offer in sink.open] for sink in sinks] == [[8], [3]]
+    for sink, count in zip(sinks, (8, 3), strict=True):
+        while len(sink.has) < 16:
+            assert all(len(offer.block_ids) <= count for offer in sink.open)
+            sink.copy()
+            sink.engine.offer_blocks(count)
+    assert not memory.pinned
+
+
 def test_one_that_is_off_pins_nothing_and_is_answered() -> None:
     memory, (there, gone) = build(4)
     gone.engine.offer_blocks(2)

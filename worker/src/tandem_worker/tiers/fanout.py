@@ -45,6 +45,8 @@ class _Seat:
     sink: Sink
     waiting: bool = False
     """It has asked and was not answered yet."""
+    wanted: int = 0
+    """Blocks that it asked for: it has room for no more, whatever another one has asked for."""
     kept: deque[tuple[Offer, _Share]] = field(default_factory=deque)
     """Offers that it has not asked for yet."""
     held: list[tuple[Offer, _Share]] = field(default_factory=list)
@@ -108,13 +110,23 @@ class SinkFanout:
         """Under the lock. What is to be said to the sink afterwards."""
         if not seat.waiting and sum(len(kept.block_ids) for kept, _ in seat.kept) >= self._most_kept:
             return []
-        share.holders += 1
         if not seat.waiting:
+            share.holders += 1
             seat.kept.append((part, share))
             return [seat.sink.due]
         seat.waiting = False
-        seat.held.append((part, share))
-        return [partial(seat.sink.offered, part)]
+        return [partial(seat.sink.offered, self._hand_out(seat, part, share, seat.wanted))]
+
+    @staticmethod
+    def _hand_out(seat: _Seat, part: Offer, share: _Share, count: int) -> Offer:
+        """Under the lock. The first `count` blocks of a part, which is nobody's; what is beyond is kept for later."""
+        share.holders += 1
+        first, rest = _split(part, count)
+        seat.held.append((first, share))
+        if rest is not None:
+            share.holders += 1
+            seat.kept.appendleft((rest, share))
+        return first
 
     def _drop_unwanted(self) -> None:
         """What is kept for a sink that is off would be kept for ever."""
@@ -132,16 +144,18 @@ class SinkFanout:
     def ask(self, seat: _Seat, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`, of one sink."""
         with self._lock:
-            kept = seat.kept.popleft() if seat.kept else None
-            if kept is not None:
-                seat.held.append(kept)
+            kept: Offer | None = None
+            if seat.kept:
+                part, share = seat.kept.popleft()
+                share.holders -= 1
+                kept = self._hand_out(seat, part, share, count)
             else:
-                seat.waiting = True
+                seat.waiting, seat.wanted = True, count
                 if self._asked:
                     return
                 self._asked = True
         if kept is not None:
-            seat.sink.offered(kept[0])
+            seat.sink.offered(kept)
             return
         self._engine.offer_blocks(count, hottest=hottest)
 
@@ -187,6 +201,17 @@ class _EngineOf:
 
     def hand_back(self, offer: Offer) -> None:
         self._fanout.take_back(self._seat, offer)
+
+
+def _split(offer: Offer, count: int) -> tuple[Offer, Offer | None]:
+    """The first `count` blocks of an offer, and the others."""
+    if len(offer.block_ids) <= count:
+        return replace(offer), None  # an object of its own: by that it is handed back
+    ids, names = offer.block_ids, offer.names
+    return (
+        replace(offer, block_ids=ids[:count], names=names[:count]),
+        replace(offer, block_ids=ids[count:], names=names[count:]),
+    )
 
 
 def _part_of(sink: Sink, offer: Offer) -> Offer | None:
