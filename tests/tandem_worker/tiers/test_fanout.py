@@ -157,6 +157,32 @@ def test_nobody_is_handed_more_than_it_asked_for() -> None:
     assert not memory.pinned
 
 
+class Sparing(Recorder):
+    """Wants what was used again."""
+
+    def passes(self, name: bytes, reused: bool) -> bool:
+        return not reused or super().passes(name, reused)
+
+
+def test_one_that_wants_what_was_used_again_gets_nothing_else_from_the_others_offers() -> None:
+    """A disk whose daily writes are nearly spent, beside a store."""
+    sparing, other = Sparing(), Recorder()
+    fanout = SinkFanout([sparing, other], most_kept=100)
+    memory = Memory(fanout, 0)
+    fanout.bind(memory)
+    for reused in (False, True):
+        other.engine.offer_blocks(4)
+        names = tuple(b"%d %d" % (reused, block) for block in range(4))
+        assert not any(fanout.passes(name, reused) for name in names)
+        memory.pinned.update(range(4))
+        fanout.offered(Offer(block_ids=tuple(range(4)), names=names, fence=None))
+        other.copy()
+        sparing.engine.offer_blocks(4)
+        sparing.copy()
+        assert len(sparing.has) == (4 if reused else 0)
+        memory.pinned.clear()
+
+
 def test_one_that_is_off_pins_nothing_and_is_answered() -> None:
     memory, (there, gone) = build(4)
     gone.engine.offer_blocks(2)

@@ -60,6 +60,8 @@ class SinkFanout:
         """`most_kept`: blocks that are pinned for one that is behind, about."""
         self._most_kept = most_kept
         self._seats = [_Seat(sink) for sink in sinks]
+        self._used_once: set[bytes] = set()
+        """Names in the offer that is being made whose blocks one request alone has used."""
         self._lock = threading.Lock()
         self._asked = False
         """Whether the engine was asked and has not answered yet."""
@@ -74,7 +76,10 @@ class SinkFanout:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def passes(self, name: bytes, reused: bool) -> bool:
-        return all(not seat.sink.wants_blocks or seat.sink.passes(name, reused) for seat in self._seats)
+        passes = all(not seat.sink.wants_blocks or seat.sink.passes(name, reused) for seat in self._seats)
+        if not passes and not reused:
+            self._used_once.add(name)
+        return passes
 
     def due(self) -> None:
         self._drop_unwanted()
@@ -85,10 +90,11 @@ class SinkFanout:
         """The engine's answer to whoever asked first; everybody who asked meanwhile is answered with it."""
         self._drop_unwanted()
         share = None if offer is None else _Share(offer, holders=1)
+        used_once, self._used_once = self._used_once, set()
         told: list[Callable[[], None]] = []
         with self._lock:
             for seat in self._seats:
-                part = None if share is None else _part_of(seat.sink, share.offer)
+                part = None if share is None else _part_of(seat.sink, share.offer, used_once)
                 if part is not None and share is not None:
                     told += self._give(seat, part, share)
             # To ask on for one that wants nothing of this would take blocks away from one that is behind.
@@ -214,11 +220,11 @@ def _split(offer: Offer, count: int) -> tuple[Offer, Offer | None]:
     )
 
 
-def _part_of(sink: Sink, offer: Offer) -> Offer | None:
+def _part_of(sink: Sink, offer: Offer, used_once: set[bytes]) -> Offer | None:
     """What of an offer a sink wants. An offer has passed where one of them wants it."""
     if not sink.wants_blocks:
         return None
-    wanted = [index for index, name in enumerate(offer.names) if not sink.passes(name, True)]
+    wanted = [index for index, name in enumerate(offer.names) if not sink.passes(name, name not in used_once)]
     if not wanted:
         return None
     ids, names = (tuple(values[index] for index in wanted) for values in (offer.block_ids, offer.names))
