@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.tiers import Offer, TierEngine
+from tandem_worker.tiers.disk import DiskLimits, DiskTier
+from tandem_worker.tiers.errors import TierError
 from tandem_worker.tiers.fanout import SinkFanout
+from tandem_worker.tiers.memory import open_memory
+from tandem_worker.tiers.mooncake.tier import StoreTier
+
+from tests.tandem_worker.engine.history_model import HistoryModel
+from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
+from tests.tandem_worker.tiers.rig import KEY
 
 
 class Recorder:
@@ -57,6 +68,8 @@ class Memory:
     def hand_back(self, offer: Offer) -> None:
         assert self.pinned.issuperset(offer.block_ids)
         self.pinned.difference_update(offer.block_ids)
+
+    def drop_kept(self) -> None: ...
 
     def step(self) -> None:
         while self.asked:
@@ -209,6 +222,20 @@ def test_what_was_kept_for_one_that_goes_off_is_let_go() -> None:
     assert not memory.pinned
 
 
+def test_one_that_goes_off_lets_go_of_what_is_kept_for_it_at_once() -> None:
+    """However much of memory it is, and though nothing else is ever offered."""
+    memory, (one, other) = build(4)
+    one.engine.offer_blocks(2)
+    memory.step()
+    one.copy()
+    assert memory.pinned
+    other.engine.drop_kept()
+    assert memory.pinned  # it is on: it asks for them in a while
+    other.on = False
+    other.engine.drop_kept()
+    assert not memory.pinned
+
+
 @given(st.lists(st.tuples(st.sampled_from(["ask", "copy", "step", "on", "off"]), st.integers(0, 2)), max_size=60))
 def test_nobody_waits_for_ever_and_nothing_stays_pinned(steps: list[tuple[str, int]]) -> None:
     memory, sinks = build(20, 3)
@@ -232,3 +259,37 @@ def test_nobody_waits_for_ever_and_nothing_stays_pinned(steps: list[tuple[str, i
         sink.on = False
     memory.fanout.offered(None)
     assert not memory.pinned
+
+
+class Listener:
+    """A `TierEngine` of a sink that never asks."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+
+    def load_ended(self, load: int, valid: int) -> None: ...
+
+    def offer_blocks(self, count: int, *, hottest: bool = False) -> None: ...
+
+    def hand_back(self, offer: Offer) -> None: ...
+
+    def drop_kept(self) -> None:
+        self.dropped += 1
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_a_tier_says_that_it_is_off(tmp_path: Path, kind: str) -> None:
+    rig = Rig(HistoryModel(), 16)  # type: ignore[arg-type]
+    memory = open_memory(rig.engine.kv_cache)
+    tier = (
+        DiskTier(tmp_path, KEY, memory, BLOCK_SIZE, DiskLimits(size_bytes=8 << 20, segment_bytes=1 << 20))
+        if kind == "disk"
+        else StoreTier("127.0.0.1:1", KEY, memory, BLOCK_SIZE)
+    )
+    engine = Listener()
+    tier.bind(engine)
+    tier.health.recover()
+    assert not engine.dropped
+    tier.health.fail(TierError("Gone", "it is gone"))
+    assert engine.dropped == 1
+    rig.close()

@@ -232,3 +232,6 @@ class TierDesk:
 
     def hand_back(self, offer: Offer) -> None:
         self._send(partial(self._offers.take_back, offer))
+
+    def drop_kept(self) -> None:
+        """Nothing is kept here."""

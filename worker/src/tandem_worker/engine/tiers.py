@@ -135,3 +135,7 @@ class TierEngine(Protocol):
     def hand_back(self, offer: Offer) -> None:
         """The blocks of an offer are copied."""
         ...
+
+    def drop_kept(self) -> None:
+        """The sink takes nothing now: blocks that are kept for it until it asks are others' again."""
+        ...

@@ -82,13 +82,13 @@ class SinkFanout:
         return passes
 
     def due(self) -> None:
-        self._drop_unwanted()
+        self.drop_unwanted()
         for seat in self._seats:
             seat.sink.due()
 
     def offered(self, offer: Offer | None) -> None:
         """The engine's answer to whoever asked first; everybody who asked meanwhile is answered with it."""
-        self._drop_unwanted()
+        self.drop_unwanted()
         share = None if offer is None else _Share(offer, holders=1)
         used_once, self._used_once = self._used_once, set()
         told: list[Callable[[], None]] = []
@@ -134,8 +134,10 @@ class SinkFanout:
             seat.kept.appendleft((rest, share))
         return first
 
-    def _drop_unwanted(self) -> None:
-        """What is kept for a sink that is off would be kept for ever."""
+    # -- any thread --------------------------------------------------------------------------------------------------
+
+    def drop_unwanted(self) -> None:
+        """What is kept for a sink that is off would be kept for ever: requests that need it would wait for it."""
         dropped: list[_Share] = []
         with self._lock:
             for seat in self._seats:
@@ -144,8 +146,6 @@ class SinkFanout:
                     seat.kept.clear()
         for share in dropped:
             self._let_go(share)
-
-    # -- any thread --------------------------------------------------------------------------------------------------
 
     def ask(self, seat: _Seat, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`, of one sink."""
@@ -192,6 +192,9 @@ class _Nobody:
     def hand_back(self, offer: Offer) -> None:
         raise AssertionError("bind comes first")
 
+    def drop_kept(self) -> None:
+        raise AssertionError("bind comes first")
+
 
 class _EngineOf:
     """`TierEngine` of one sink."""
@@ -207,6 +210,9 @@ class _EngineOf:
 
     def hand_back(self, offer: Offer) -> None:
         self._fanout.take_back(self._seat, offer)
+
+    def drop_kept(self) -> None:
+        self._fanout.drop_unwanted()
 
 
 def _split(offer: Offer, count: int) -> tuple[Offer, Offer | None]:

@@ -258,6 +258,8 @@ class StoreTier:
         self._end_asks(self._take_asks(lambda _: True))
         self._pool.cut_all()
         self._writer.due()
+        if self._writer.engine is not None:
+            self._writer.engine.drop_kept()
 
     def _check_speed(self) -> None:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block
