@@ -261,6 +261,22 @@ def test_nobody_waits_for_ever_and_nothing_stays_pinned(steps: list[tuple[str, i
     assert not memory.pinned
 
 
+def test_the_others_go_on_where_it_was_the_turn_of_one_that_goes_off() -> None:
+    """One has what is offered, is told that there is nothing, and waits to hear of more; the other one never asks."""
+    memory, (one, other) = build(6)
+    one.has = {b"0", b"1"}
+    one.engine.offer_blocks(2)
+    memory.step()
+    assert (one.answers, one.open, memory.asked, memory.left) == (1, [], 0, [2, 3, 4, 5])
+    told = one.num_due
+    other.on = False
+    other.engine.drop_kept()
+    assert one.num_due == told + 1
+    one.engine.offer_blocks(2)
+    memory.step()
+    assert [offer.names for offer in one.open] == [(b"2", b"3")]
+
+
 class Listener:
     """A `TierEngine` of a sink that never asks."""
 

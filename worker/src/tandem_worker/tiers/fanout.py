@@ -18,7 +18,7 @@ from tandem_worker.engine.tiers import BlockSink, Offer, TierEngine
 
 
 class Sink(BlockSink, Protocol):
-    """A sink that is joined with an engine of its own."""
+    """A sink that is joined with an engine of its own. `due` may be called on any thread."""
 
     @property
     def wants_blocks(self) -> bool:
@@ -147,6 +147,13 @@ class SinkFanout:
         for share in dropped:
             self._let_go(share)
 
+    def go_on_without(self, seat: _Seat) -> None:
+        """A sink has gone off, whose turn it may have been to ask: the engine tells of blocks that are due once."""
+        self.drop_unwanted()
+        for other in self._seats:
+            if other is not seat:
+                other.sink.due()
+
     def ask(self, seat: _Seat, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`, of one sink."""
         with self._lock:
@@ -212,7 +219,7 @@ class _EngineOf:
         self._fanout.take_back(self._seat, offer)
 
     def drop_kept(self) -> None:
-        self._fanout.drop_unwanted()
+        self._fanout.go_on_without(self._seat)
 
 
 def _split(offer: Offer, count: int) -> tuple[Offer, Offer | None]:
