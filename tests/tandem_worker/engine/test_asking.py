@@ -21,12 +21,16 @@ class AskingTier:
         self.known: Run | None = None
         self.knows = False
         self.orders: list[LoadOrder] = []
+        self.held: list[tuple[str, int | None]] = []
         self.cancelled: list[int] = []
         self.started = threading.Semaphore(0)
         self.engine: TierEngine = rig.engine.open_desk(self, cold_blocks=0, fence=lambda: None)
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
-        return self.known if self.knows else Run(count=0, seconds=0.0)
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
+        self.held.append((holder, held))
+        return self.known if self.knows else Run(count=0, seconds=0.0, otherwise=self.known)
 
     def start_load(self, order: LoadOrder) -> None:
         self.orders.append(order)
@@ -105,6 +109,29 @@ def test_one_that_never_knows_is_asked_twice(rig: Rig) -> None:
     rig.wait()
     assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
     assert len(tier.orders) == 2
+
+
+def test_what_another_one_has_is_not_lost_with_one_that_never_knows(rig: Rig) -> None:
+    tier = AskingTier(rig)
+    tier.known = Run(count=3, seconds=0.0)
+    rig.submit("a", PROMPT)
+    for _ in range(2):
+        tier.engine.load_ended(tier.await_start().load, 0)
+    order = tier.await_start()
+    assert (order.asks, len(order.names), len(order.block_ids)) == ((), 3, 3)
+    tier.engine.load_ended(order.load, 0)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert len(tier.orders) == 3
+
+
+def test_it_is_told_how_much_somebody_is_said_to_have(rig: Rig) -> None:
+    tier = AskingTier(rig)
+    tier.knows = True
+    rig.run("a", PROMPT, kv_source="10.0.0.1:7000", kv_source_tokens=14)
+    rig.run("b", (*PROMPT, *OTHER), kv_source="10.0.0.1:7000", kv_source_tokens=33)
+    rig.run("c", OTHER, kv_source="10.0.0.1:7000")
+    assert tier.held == [("10.0.0.1:7000", held) for held in (3, 3, None)]
 
 
 def test_an_abort_takes_the_question_back(rig: Rig) -> None:

@@ -44,7 +44,9 @@ class ScriptedTier:
         self.cancelled: list[int] = []
         self.engine: TierEngine = rig.engine.open_desk(self, cold_blocks=0, fence=lambda: None)
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         count = next((index for index, name in enumerate(names) if name not in self.names), len(names))
         return Run(count=count, seconds=0.0) if count else None
 
@@ -241,7 +243,9 @@ class Sink(ScriptedTier):
         self.rig = rig
         self.engine = rig.engine.open_desk(self, cold_blocks=1000, fence=lambda: None)
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         return None
 
     def passes(self, name: bytes, reused: bool) -> bool:

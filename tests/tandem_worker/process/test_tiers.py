@@ -77,6 +77,8 @@ def test_without_a_disk_there_is_no_tier() -> None:
 
 
 def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many blocks that become idle together the disk takes more at a time than the store has room for."""
+    prompt = tuple(number * number % 61 for number in range(401))
     for name, value in plan_environment().items():
         monkeypatch.setenv(name, value)
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
@@ -84,7 +86,7 @@ def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatc
 
         def open_both(folder: str) -> tuple[Rig, Tiers]:
             model = HistoryModel()
-            rig = Rig(model, 64)  # type: ignore[arg-type]
+            rig = Rig(model, 1024)  # type: ignore[arg-type]
             rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
             config = configure(tmp_path / folder, "r")
             kv = config.kv.model_copy(update={"store": KVStoreConfig(port=holder.port)})
@@ -102,12 +104,12 @@ def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatc
             rig.close()
 
         first, tiers = open_both("disk")
-        first.run("a", PROMPT)
-        wait_until(lambda: min(each.tokens_written for each in tiers.stats()) >= BLOCK_SIZE * 10)
+        first.run("a", prompt)
+        wait_until(lambda: min(each.tokens_written for each in tiers.stats()) >= BLOCK_SIZE * 100)
         close(first, tiers)
         for folder, where in (("disk", 0), ("another", 1)):
             again, tiers = open_both(folder)
-            assert again.run("b", PROMPT) == greedy_answer(PROMPT, 8)
-            assert again.out.last("b").num_cached_tokens == 40
-            assert tiers.stats()[where].tokens_read == 40
+            assert again.run("b", prompt) == greedy_answer(prompt, 8)
+            assert again.out.last("b").num_cached_tokens == 400
+            assert tiers.stats()[where].tokens_read == 400
             close(again, tiers)

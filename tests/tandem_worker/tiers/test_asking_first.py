@@ -16,7 +16,9 @@ class Source:
         self.count, self.seconds = count, seconds
         self.orders: list[LoadOrder] = []
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         return None if self.count is None else Run(count=self.count, seconds=self.seconds)
 
     def start_load(self, order: LoadOrder) -> None:
@@ -60,3 +62,13 @@ def test_once_it_has_answered_the_better_one_is_taken(answer: int | None, chosen
     tier.find(NAMES, 1.0)
     tier.start_load(order(names=NAMES))
     assert [len(source.orders) for source in sources] == [int(chosen == 0), int(chosen == 1)]
+
+
+def test_what_there_is_where_nobody_asks_is_told_and_loaded() -> None:
+    known, asking = Source(3), Source(0)
+    tier = CombinedTier([known, asking])
+    run = tier.find(NAMES, 1.0)
+    assert run is not None
+    assert (run.count, run.otherwise) == (0, Run(count=3, seconds=0.0))
+    tier.start_load(order(names=NAMES[:3]))
+    assert (len(known.orders), len(asking.orders)) == (1, 0)

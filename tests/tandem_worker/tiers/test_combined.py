@@ -17,7 +17,9 @@ class Source:
     def __init__(self, run: Run | None) -> None:
         self.run, self.orders, self.cancelled, self.holders = run, list[LoadOrder](), list[int](), list[str]()
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         self.holders.append(holder)
         return self.run
 
@@ -75,6 +77,24 @@ def test_the_soonest_is_asked(runs: list[Run | None], per_block: float | None, c
     assert [source.orders for source in sources] == [[order] if index == chosen else [] for index in range(2)]
     tier.cancel(4)
     assert all(source.cancelled == [4] for source in sources)
+
+
+@pytest.mark.parametrize(("held", "chosen"), [(None, 0), (10, 0), (8, 0), (5, 1), (0, 1), (-3, 1)])
+def test_hearsay_counts_for_what_is_said_to_be_there(held: int | None, chosen: int) -> None:
+    """Who is named is asked for all; how much of it that worker has the gateway knows, and says."""
+    sources = [Source(Run(count=10, seconds=1.0, hearsay=True)), Source(run(7, 0.5))]
+    tier = CombinedTier(sources)
+    assert tier.find(NAMES, 1.0, "10.0.0.1:7000", held) == sources[chosen].run
+    alone = CombinedTier(sources[:1])
+    assert alone.find(NAMES, 1.0, "10.0.0.1:7000", held) == sources[0].run
+
+
+@pytest.mark.parametrize(("held", "asks"), [(None, False), (10, False), (9, True), (0, True)])
+def test_hearsay_of_a_part_keeps_nobody_from_asking_elsewhere(held: int | None, asks: bool) -> None:
+    hearsay = Run(count=10, seconds=0.0, hearsay=True)
+    tier = CombinedTier([Source(hearsay), Source(run(0, 0.0))])
+    found = tier.find(NAMES, 1.0, "10.0.0.1:7000", held)
+    assert found == (Run(count=0, seconds=0.0, otherwise=hearsay) if asks else hearsay)
 
 
 @given(

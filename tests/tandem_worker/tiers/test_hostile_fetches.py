@@ -171,6 +171,19 @@ def test_the_same_number_twice_ends_the_connection(make_peer: MakePeer) -> None:
     gate.set()
 
 
+def test_several_that_are_late_at_once_are_all_told_so(make_peer: MakePeer) -> None:
+    holder = make_peer()
+    gate = threading.Event()
+    holder.engine._send(lambda: gate.wait(5) and None)
+    with enter(holder) as sock:
+        sock.sendall(order(holder, [bytes(16)], seconds=0.05) + order(holder, [bytes(16)], transfer=8, seconds=0.05))
+        told = [read_frame(sock)[0] for _ in range(2)]
+        assert [(header.kind, header.transfer) for header in told] == [(FrameKind.FAILED, 7), (FrameKind.FAILED, 8)]
+        gate.set()
+        sock.sendall(order(holder, [bytes(16)], transfer=9))
+        assert read_frame(sock)[0].kind is FrameKind.FETCHED
+
+
 def test_quotas_of_fetches() -> None:
     now = [0.0]
     limits = Quotas(

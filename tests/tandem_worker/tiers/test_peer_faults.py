@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from tandem_worker.tiers import peer_link
@@ -241,3 +243,26 @@ def test_a_thousand_flips_cuts_and_exchanges(make_peer: MakePeer) -> None:
     for seed in range(1000):
         spoil(seed, holder, puller)
     assert puller.source.stats().integrity_failures > 100
+
+
+def test_who_gave_what_it_could_in_the_time_there_was_is_asked_again(
+    make_peer: MakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt over a slow network takes longer than a fetch may."""
+    monkeypatch.setattr("tandem_worker.transfer.protocol.MAX_FETCH_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.transfer.fetches.MAX_FETCH_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.transfer.channel._MAX_BURST_BYTES", 1)
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    copy = holder.shelf.copy
+
+    def copy_slowly(*arguments: Any) -> int:
+        time.sleep(0.08)
+        return copy(*arguments)
+
+    monkeypatch.setattr(holder.shelf, "copy", copy_slowly)
+    assert puller.run("b", prompt, kv_source=holder.kv) == answer
+    assert 8 <= puller.cached("b") < 40
+    (record,) = puller.source._records.values()
+    assert (record.failures, record.message) == (0, "")

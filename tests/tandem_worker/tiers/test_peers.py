@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.engine.lending import MOST_SHARE
+from tandem_worker.transfer.contract import TransferStats, join_stats
 
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.peer_rig import KEY, SLOT_BYTES, PeerRig
@@ -145,3 +146,9 @@ def test_keys_are_for_blocks_too(make_peer: MakePeer) -> None:
         assert puller.run("b", prompt, kv_source=holder.kv) == greedy_answer(prompt, 8)
         assert puller.cached("b") == cached
     assert holder.server.stats().refusals["wrong_proof"] == 1
+
+
+@pytest.mark.parametrize("wanted", ["Auto", "TCP", "Mooncake"])
+def test_who_gives_blocks_away_says_nothing_of_what_orders_move_by(make_peer: MakePeer, wanted: str) -> None:
+    given = make_peer().server.stats()
+    assert join_stats(given, TransferStats(wanted=wanted)).wanted == wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.schedule.block_manager import BlockManager
@@ -174,3 +175,29 @@ def test_it_tells_again_when_nothing_could_be_taken() -> None:
     assert cache.take_coldest(0, lambda name, reused: False) == []
     blocks.release(taken[9:], names[9:], 3.0)
     assert told == [1, 1, 1]
+
+
+def test_many_pinned_blocks_cost_what_is_given_out_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that is slow may keep an eighth of memory pinned, from the cold end."""
+    blocks = BlockManager(1025, 4)
+    cache = blocks.watch()
+    cache.cold_blocks = 1025
+    blocks.release(blocks.allocate(1024), [name_of(number) for number in range(1024)], 1.0)
+    pinned = [block for block, _ in cache.take_coldest(512, lambda name, reused: False)]
+    steps = [0]
+    walk = cache.next_idle
+
+    def count(block: int) -> int:
+        steps[0] += 1
+        return walk(block)
+
+    monkeypatch.setattr(cache, "next_idle", count)
+    taken = [cache.evict() for _ in range(256)]
+    assert not set(taken) & set(pinned)
+    assert steps[0] <= 512 + 2 * 256
+    cache.remove_idle(pinned[0])  # used again
+    cache.unpin(pinned[1:3])
+    assert [cache.evict() for _ in range(2)] == pinned[1:3]
+    cache.add_idle(pinned[0], 2.0)
+    cache.unpin([pinned[0], *pinned[3:]])
+    assert cache.evict() == pinned[3]

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.lending import MOST_SHARE, LendingDesk
 from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.plan import SchedulerLimits
+from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.tiers import Loan
 
 NUM_BLOCKS = 65
@@ -92,3 +94,15 @@ def test_what_is_lent_comes_back_and_leaves_enough(data: st.DataObject) -> None:
     assert not desk._lent
     books.blocks.release(held, (), 99.0)
     books.blocks.check()
+
+
+def test_what_comes_back_counts_as_used_now_by_the_clock_that_others_are_told() -> None:
+    """Else gateways would not learn that it was given up later."""
+    books = Books()
+    books.now = 1.7e9
+    names = books.keep(4)
+    scheduler = Scheduler(SchedulerLimits(), books.blocks, clock=lambda: 50.0, wall=lambda: 1.8e9)
+    desk = LendingDesk(scheduler, lambda: "fence", at_once)
+    desk.give_back(borrow(desk, names))
+    books.blocks.allocate(books.blocks.num_available)
+    assert books.blocks.cache.horizon == 1.8e9

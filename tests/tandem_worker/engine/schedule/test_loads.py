@@ -19,7 +19,9 @@ class Source:
         self.count = count
         self.num_asked = 0
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         self.num_asked += 1
         return Run(count=self.count, seconds=0.0) if len(names) >= self.count else None
 

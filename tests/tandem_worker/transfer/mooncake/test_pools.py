@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from dataclasses import dataclass, field
 from itertools import count
@@ -126,6 +127,21 @@ def test_a_landing_with_slots_out_is_held_back_while_anybody_may_reach_it() -> N
     assert again.engine is engine
     assert engine.registered == {again.memory.address}
     assert again.memory.address != old, "a late write names an address"
+
+
+def test_how_many_are_held_is_known_while_an_engine_begins() -> None:
+    known: list[int] = []
+    pools: list[LandingPool] = []
+
+    def begin() -> Any:
+        asking = threading.Thread(target=lambda: known.append(pools[0].num_held), daemon=True)
+        asking.start()
+        asking.join(5)
+        return NotedEngine()
+
+    pools.append(LandingPool(begin))
+    pools[0].take(SLOT_BYTES)
+    assert known == [0]
 
 
 def test_a_process_that_says_what_it_may_still_write_to_frees_the_rest() -> None:

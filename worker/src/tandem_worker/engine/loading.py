@@ -58,9 +58,12 @@ class LoadDesk:
             return True
         rate = scheduler.hooks.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
-        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source)
+        held = request.kv_source_tokens // blocks.block_size - len(matched) if request.kv_source_tokens else None
+        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source, held)
         if run is not None and not run.count:
-            return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)
+            if self._may_ask(sequence, most):
+                return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)
+            run = run.otherwise
         if run is None:
             sequence.load_tried = True
             return False
@@ -108,13 +111,14 @@ class LoadDesk:
         self._load_of[sequence] = load
         return True
 
+    def _may_ask(self, sequence: Sequence, total: int) -> bool:
+        """Whether the source may find out once more what it has: with it `total` blocks would be there at most."""
+        left = sequence.num_tokens - total * self._scheduler.blocks.block_size
+        return sequence.load_asks < _MOST_ASKS and not self._scheduler.goes_remote(sequence, left)
+
     def _ask(self, sequence: Sequence, names: list[bytes], matched: list[int], seconds_per_block: float | None) -> bool:
         """Have the source find out what it has, beside the queue and without blocks."""
         scheduler = self._scheduler
-        left = sequence.num_tokens - (len(matched) + len(names)) * scheduler.blocks.block_size
-        if sequence.load_asks == _MOST_ASKS or scheduler.goes_remote(sequence, left):
-            sequence.load_tried = True
-            return False
         if not scheduler.start_loading(sequence, matched, 0):
             return False
         sequence.load_asks += 1
@@ -228,3 +232,6 @@ class TierDesk:
 
     def hand_back(self, offer: Offer) -> None:
         self._send(partial(self._offers.take_back, offer))
+
+    def drop_kept(self) -> None:
+        """Nothing is kept here."""

@@ -23,6 +23,8 @@ class Run:
     """
     hearsay: bool = False
     """A gateway says that they are there: some may not be, and nothing comes of those."""
+    otherwise: Run | None = None
+    """Of a run of no blocks: what there is where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,13 @@ class Offer:
 class BlockSource(Protocol):
     """The way in. Called on the engine thread."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         """The leading ones of `names` that it has; None where it has not even the first, or where computing them, each
         in `seconds_per_block`, is sooner. None: nobody knows what computing takes. `holder`: the KV port (`host:port`)
-        of a worker that has some of them, as a gateway says; empty: none was named. A source that must ask elsewhere
-        says so with a run of no blocks."""
+        of a worker that has some of them, as a gateway says; empty: none was named. `held`: how many of them it says;
+        None: it does not. A source that must ask elsewhere says so with a run of no blocks."""
         ...
 
     def start_load(self, order: LoadOrder) -> None:
@@ -130,4 +134,8 @@ class TierEngine(Protocol):
 
     def hand_back(self, offer: Offer) -> None:
         """The blocks of an offer are copied."""
+        ...
+
+    def drop_kept(self) -> None:
+        """The sink takes nothing now: blocks that are kept for it until it asks are others' again."""
         ...

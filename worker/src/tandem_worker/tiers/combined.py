@@ -19,29 +19,37 @@ class CombinedTier:
         self._sources, self._sink = sources, sink
         self._found: BlockSource | None = None
         """The source of the run that `find` named last: a load of it is begun before another is looked for."""
+        self._asker: BlockSource | None = None
+        """The one that must ask elsewhere."""
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         best: tuple[float, float] | None = None
         chosen: Run | None = None
-        asker: BlockSource | None = None
+        likely = 0
+        self._found = self._asker = None
         for source in self._sources:
             run = source.find(names, seconds_per_block, holder)
             if run is None:
                 continue
             if not run.count:
-                asker = asker or source
+                self._asker = self._asker or source
                 continue
-            cost = _cost(run, len(names), seconds_per_block)
+            count = run.count if held is None or not run.hearsay else max(0, min(run.count, held))
+            seconds = run.seconds * count / run.count
+            cost = _cost(count, seconds, len(names), seconds_per_block)
             if best is None or cost < best:
-                best, chosen, self._found = cost, run, source
-        if asker is not None and (chosen is None or chosen.count < len(names)):
-            self._found = asker  # one that has more may be the better one, which is known once it has answered
-            return Run(count=0, seconds=0.0)
+                best, chosen, likely, self._found = cost, run, count, source
+        if self._asker is not None and likely < len(names):
+            # One that has more may be the better one, which is known once it has answered.
+            return Run(count=0, seconds=0.0, otherwise=chosen)
         return chosen
 
     def start_load(self, order: LoadOrder) -> None:
-        assert self._found is not None, "find comes before start_load"
-        self._found.start_load(order)
+        source = self._asker if order.asks else self._found
+        assert source is not None, "find comes before start_load"
+        source.start_load(order)
 
     def cancel(self, load: int) -> None:
         for source in self._sources:
@@ -59,8 +67,8 @@ class CombinedTier:
             self._sink.offered(offer)
 
 
-def _cost(run: Run, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
+def _cost(count: int, seconds: float, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
     """Seconds until all that is wanted is there; where nobody knows what computing takes, who has most comes first."""
     if seconds_per_block is None:
-        return -run.count, run.seconds
-    return run.seconds + (wanted - run.count) * seconds_per_block, run.seconds
+        return -count, seconds
+    return seconds + (wanted - count) * seconds_per_block, seconds

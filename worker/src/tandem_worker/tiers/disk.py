@@ -169,7 +169,9 @@ class DiskTier:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on:
@@ -252,6 +254,8 @@ class DiskTier:
         self._flushed.set()
         self._pool.cut_all()
         self._writer.due()
+        if self._writer.engine is not None:
+            self._writer.engine.drop_kept()
 
     def _check_speed(self) -> None:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block

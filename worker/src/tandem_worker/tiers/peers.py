@@ -85,7 +85,9 @@ class PeerSource:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         if seconds_per_block is not None:
             self._seconds_per_block = seconds_per_block
         if not holder or holder == self._own or not names or self._closed:

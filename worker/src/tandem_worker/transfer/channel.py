@@ -150,6 +150,11 @@ class Channel:
         """Something waits for the peer to take it."""
         return bool(self._out)
 
+    @property
+    def bytes_waiting(self) -> int:
+        """Bytes that wait for the peer to take them."""
+        return sum(len(buffer) for buffer in self._out)
+
     def read_header(self, num_bytes: int, seconds: float) -> bytearray:
         """The next frame's first bytes. From the first of them on the frame has `seconds`."""
         self._frame_seconds = None

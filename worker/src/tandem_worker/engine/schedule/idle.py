@@ -42,6 +42,8 @@ class WatchedCache(PrefixCache):
         self._num_examined = 0
         self._asked = False
         self._pinned = bytearray(num_blocks)
+        self._passed = 0
+        """All idle blocks up to this one, from the cold end, are pinned: many may be, while a tier is slow."""
         self.cold_blocks = 0
         """So many blocks that are handed out next are to be examined."""
         self.on_due: Callable[[], None] = lambda: None
@@ -65,13 +67,16 @@ class WatchedCache(PrefixCache):
 
     def remove_idle(self, block: int) -> None:
         super().remove_idle(block)
-        self.num_idle += self._pinned[block]
+        if self._pinned[block]:
+            self.num_idle += 1
+            self._passed = 0
         self._num_examined -= self._serials[block] < self._boundary
         self._serials[block] = 0
 
     def evict(self) -> int:
-        block = self.next_idle(0)
+        block = self.next_idle(self._passed)
         while self._pinned[block]:
+            self._passed = block
             block = self.next_idle(block)
         self.give_up(block)
         self._uses[block] = 0
@@ -116,6 +121,7 @@ class WatchedCache(PrefixCache):
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """These are copied."""
+        self._passed = 0
         for block in blocks:
             self._pinned[block] = 0
             self.num_idle += self._serials[block] != 0

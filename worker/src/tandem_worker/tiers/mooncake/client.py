@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.mooncake import find_mooncake_obstacle
 from tandem_worker.tiers.errors import STORE_FAILED, STORE_FROZEN, STORE_MISSING, STORE_UNREACHABLE, TierError
 
@@ -97,8 +98,16 @@ class MooncakeClient:
         helper.calls[0] = joined
         with self._lock:
             self._helper = helper
-        start_thread("kv-store-answers", lambda: self._read_answers(helper))
-        start_thread("kv-store-words", lambda: _read_words(helper))
+        try:
+            start_thread("kv-store-words", lambda: _read_words(helper))
+            start_thread("kv-store-answers", lambda: self._read_answers(helper))
+        except ThreadStartError as error:
+            failure = TierError(STORE_FAILED, f"Mooncake's helper process cannot be listened to: {error}")
+            self._end(helper, failure)
+            here.close()
+            if process.stderr is not None:
+                process.stderr.close()
+            raise failure from error
         problem = self._wait(helper, joined, START_SECONDS, "joining")
         if problem:
             obstacle = find_mooncake_obstacle() if self._environment == dict(os.environ) else None

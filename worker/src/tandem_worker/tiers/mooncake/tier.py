@@ -141,7 +141,9 @@ class StoreTier:
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "") -> Run | None:
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
         if seconds_per_block is not None:
             self._pool.seconds_per_block = seconds_per_block
         if not self.health.on or not names:
@@ -256,6 +258,8 @@ class StoreTier:
         self._end_asks(self._take_asks(lambda _: True))
         self._pool.cut_all()
         self._writer.due()
+        if self._writer.engine is not None:
+            self._writer.engine.drop_kept()
 
     def _check_speed(self) -> None:
         rate, per_block = self._pool.rate, self._pool.seconds_per_block

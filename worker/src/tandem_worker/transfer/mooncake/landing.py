@@ -104,7 +104,10 @@ class LandingPool:
 
     @property
     def num_held(self) -> int:
-        """Landings that are held back."""
+        """Landings that are held back. Where there are none it waits for nobody, and engines take their time to begin:
+        it is asked where answers are written."""
+        if not self._held:
+            return 0
         with self._lock:
             self._free_held()
             return len(self._held)

@@ -24,6 +24,7 @@ from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose, Refusal
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.choice import TCP, Policy
 from tandem_worker.transfer.contract import GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.errors import QuotaError, TransferError
 from tandem_worker.transfer.fetches import BlockShelf
@@ -70,7 +71,7 @@ class TcpPrefillServer:
         """
         self._engine = engine
         self._space = space
-        self._transports = transports or Transports()
+        self._transports = transports or Transports(Policy(wanted=TCP))
         self._identity = replace(identity, shard=space.shard, offers=self._transports.offers)
         self._group = group
         self._outbox = Outbox(space, None if group is None else self._tell_followers)

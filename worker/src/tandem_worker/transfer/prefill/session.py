@@ -55,6 +55,8 @@ _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
 LOOK_SECONDS = 0.001
 """Between two looks at what is in flight through slots: polling without sleep costs a core."""
+_LAST_FRAME_SECONDS = 1.0
+"""In which a peer takes what is on its way when its time is over."""
 _GATHERED_SECONDS = 0.004
 _GATHERED_BYTES = 256 << 10
 """Layers that are done sooner after one another, and are no more than this, are sent together: of a short prompt each
@@ -134,6 +136,8 @@ class Session:
         self._frame_bytes = 0
         self._frame_of: Outgoing | None = None
         """Traced, and the one whose frame leaves."""
+        self._last_frame: tuple[float, int] | None = None
+        """Until when the peer has to have taken what waited as a fetch of its ended, and the bytes sent by then."""
         self._fetches = FetchDesk(shelf, account, space.layout.block_size, self._waker.wake, clock)
         self._channel = Channel(sock, self._waker, self, clock)
         self._thread: threading.Thread | None = None
@@ -498,11 +502,7 @@ class Session:
             if now >= self._handshake_deadline:
                 raise TransferError(f"no hello within {self._timeouts.handshake:g} s")
             return self._handshake_deadline - now
-        for frame in self._fetches.expire(now):
-            if self._channel.has_output:  # which would keep a buffer here for as long as the peer likes
-                raise TransferError("the peer does not take the blocks that it has asked for")
-            self._channel.say(frame)
-        soon = self._fetches.next_check(now)
+        soon = self._end_late_fetches(now)
         if not self._orders:
             return soon
         if now >= self._next_heartbeat:
@@ -518,6 +518,25 @@ class Session:
             self._channel.say(protocol.encode_heartbeat(steps))
         due = self._next_heartbeat - now
         return due if soon is None else min(due, soon)
+
+    def _end_late_fetches(self, now: float) -> float | None:
+        """Seconds until the next look; None: there is nothing to look at. A frame that is on its way keeps a buffer
+        here, not for as long as the peer likes. Raises TransferError where it does not take that one either."""
+        late = self._fetches.expire(now)
+        if late and self._channel.has_output:
+            until = now + _LAST_FRAME_SECONDS if self._last_frame is None else self._last_frame[0]
+            self._last_frame = until, self._channel.bytes_sent + self._channel.bytes_waiting
+        for frame in late:
+            self._channel.say(frame)
+        soon = self._fetches.next_check(now)
+        if self._last_frame is None:
+            return soon
+        until, end = self._last_frame
+        if self._channel.bytes_sent >= end:
+            self._last_frame = None
+        elif now >= until:
+            raise TransferError("the peer does not take the blocks that it has asked for")
+        return until - now if soon is None else min(soon, until - now)
 
     def _check_orders(self, now: float) -> None:
         for outgoing in list(self._orders.values()):
