@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.lending import MOST_SHARE, LendingDesk
 from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.plan import SchedulerLimits
+from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.tiers import Loan
 
 NUM_BLOCKS = 65
@@ -92,3 +94,19 @@ def test_what_is_lent_comes_back_and_leaves_enough(data: st.DataObject) -> None:
     assert not desk._lent
     books.blocks.release(held, (), 99.0)
     books.blocks.check()
+
+
+def test_lent_blocks_are_used_at_the_time_that_others_are_told() -> None:
+    """Not by the clock of arrivals, which counts from the machine's start."""
+    limits, blocks = SchedulerLimits(max_batch_tokens=16, max_running=2), BlockManager(NUM_BLOCKS, 4)
+    scheduler = Scheduler(limits, blocks, clock=lambda: 7.0, wall=lambda: 1000.0)
+    desk = LendingDesk(scheduler, lambda: "fence", at_once)
+    names = [bytes([number]) * 16 for number in range(2)]
+    blocks.release(blocks.allocate(2), names, 900.0)
+    loan = borrow(desk, names)
+    assert loan.block_ids
+    desk.give_back(loan)
+    taken = blocks.allocate(blocks.num_available)
+    assert blocks.cache.horizon == 1000.0
+    blocks.release(taken, (), 1001.0)
+    blocks.check()

@@ -130,6 +130,10 @@ class SequenceQueues:
         sequence.num_computed = sequence.num_planned = sequence.num_named = 0
         sequence.decoding = False
 
+    def give_back(self, blocks: tuple[int, ...]) -> None:
+        """Let go of named blocks that no sequence held."""
+        self.blocks.release(blocks, (), self._wall())
+
     def name_full_blocks(self, sequence: Sequence) -> None:
         """From now on its computed blocks are found in the prefix cache."""
         count = sequence.num_computed // self.blocks.block_size

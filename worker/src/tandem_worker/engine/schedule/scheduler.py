@@ -181,7 +181,7 @@ class Scheduler:
 
     def give_back(self, blocks: tuple[int, ...]) -> None:
         """Let go of named blocks that were held for who copies them."""
-        self.blocks.release(blocks, (), self.planner._clock())
+        self.queues.give_back(blocks)
 
     def ask_done(self, sequence: Sequence) -> None:
         """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
