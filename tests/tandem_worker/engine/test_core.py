@@ -6,14 +6,17 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from tandem_api.launch import TTFTDeadline
+from tandem_worker.engine import runner
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.engine.execute.lanes import LaneRunner
+from tandem_worker.engine.execute.step import StepAbandonedError
 from tandem_worker.engine.schedule.params import FinishReason, SamplingParams, TokenDelta
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request
@@ -476,3 +479,39 @@ def test_joint_steps_of_lanes_count_once(make_rig: MakeRig) -> None:
     assert 3 * TimedModel.seconds <= stats.busy_seconds_total <= took
     assert stats.kv_block_size == BLOCK_SIZE
     assert stats.kv_blocks_total == 2 * rigs[0].engine.stats().kv_blocks_total
+
+
+class Holding(HistoryModel):
+    """Remembers without holding it what a step computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        hidden = torch.zeros(8)
+        self.held.append(weakref.ref(hidden))
+        if batch.on_layer is not None:
+            batch.on_layer(0)
+        return super().forward(batch, kv_cache)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), StepAbandonedError()])
+def test_what_a_step_computed_with_is_let_go_of_when_it_fails(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Memory is measured for one step at a time, and a collector comes by when it likes."""
+    monkeypatch.setattr(runner.logger, "error", lambda *args, **kw: None)  # pytest keeps what is logged
+    model = Holding()
+    rig = make_rig(model=model)
+    model.fail_once = error
+    gc.disable()
+    try:
+        rig.submit("r", (1, 2, 3), max_tokens=2)
+        rig.wait()
+        end = time.monotonic() + 5.0
+        while any(held() is not None for held in model.held):
+            assert time.monotonic() < end
+            time.sleep(0.002)
+    finally:
+        gc.enable()

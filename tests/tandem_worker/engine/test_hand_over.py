@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.schedule.params import FinishReason
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
@@ -24,8 +26,12 @@ class OneCall(HistoryModel):
         self.is_one_call = True
         self.count_out: Callable[[], int] = lambda: 0
         self.out: list[tuple[int, int]] = []
+        self.count_steps: Callable[[], int] = lambda: 0
+        self.steps: list[int] = []
+        """What the figures say as a step begins."""
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        self.steps.append(self.count_steps())
         before = self.count_out()
         assert batch.on_compute is not None
         batch.on_compute()
@@ -74,3 +80,39 @@ def test_many_streams_lose_no_token(rig: Rig) -> None:
     rig.out.wait_finished(len(prompts))
     for index, prompt in enumerate(prompts):
         assert rig.out.tokens(f"r{index}") == list(greedy_answer(prompt, 12))
+
+
+class Peer:
+    """Who ordered a prompt."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def blocks_ready(self, request_id: str, layer: int, first_index: int, block_ids: object) -> None:
+        pass
+
+    def prefill_started(self, request_id: str) -> None:
+        pass
+
+    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
+        self.done.set()
+
+    def prefill_failed(self, request_id: str, message: str) -> None:
+        raise AssertionError(message)
+
+
+def test_figures_of_a_worker_that_only_prefills_are_of_its_last_step(make_rig: Callable[..., Rig]) -> None:
+    """Who ordered the prompt is told of them: an engine whose steps do not count on is given up."""
+    model = OneCall()
+    rig = make_rig(model=model, scheduler={"max_batch_tokens": 8})
+    model.count_steps = lambda: rig.engine.stats().steps_total
+    order = RemotePrefill(
+        request_id="p", generation=1, token_ids=tuple(range(60)), num_cached_tokens=0, block_ids=(), endpoints=(),
+        cache_salt="", priority=0.0,
+    )  # fmt: skip
+    peer = Peer()
+    rig.engine.submit_prefill(order, peer)
+    assert peer.done.wait(10)
+    rig.engine.release("p")
+    assert len(model.steps) > 4
+    assert model.steps == list(range(len(model.steps)))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(native.find_obstacle() is not None, reason=str(n
 MakeRig = Callable[..., Rig]
 Requests = dict[str, tuple[tuple[int, ...], dict[str, Any]]]
 VOCAB = 61
-AUTO, OFF = SpeculativeConfig(method="Auto"), SpeculativeConfig()
+AUTO, OFF = SpeculativeConfig(method="Auto"), SpeculativeConfig(method="Off")
 EAGER = SpeculativeConfig(method="Lookup", adaptive=False, max_tokens=7)
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -226,6 +226,8 @@ class StepRunner:
             if not isinstance(step.error, StepAbandonedError):
                 logger.error("a step failed", exc_info=step.error)
                 self._fail(plan, step.error)
+            # Its frames hold the step, and whatever the model was computing with: no memory is to wait for a collector.
+            step.error = step.error.with_traceback(None)
             return
         assert output is not None, "the step was not launched"
         if step.chosen is None:

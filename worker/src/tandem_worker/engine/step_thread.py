@@ -59,8 +59,8 @@ class EngineTurns:
         if not self._hands_over_within:
             self._hand_over()  # the first token of a prompt that another worker computed waits for no step
         busy = self.runner.step()
-        if not (busy and self._hands_over_within):
-            self.flush()
+        if not (busy and self._hands_over_within and self._has_deltas):
+            self.flush()  # where only prompts are computed no token comes, and figures change all the same
         if self._executor.graphs_pending:
             busy = self._record_graph(busy) or busy
         return busy
@@ -114,8 +114,12 @@ class EngineTurns:
         for lane in self.runner.lanes:
             command(lane)
 
+    @property
+    def _has_deltas(self) -> bool:
+        return any(lane.outputs.deltas for lane in self.runner.lanes)
+
     def _hand_over(self) -> None:
-        if any(lane.outputs.deltas for lane in self.runner.lanes):
+        if self._has_deltas:
             self.flush()
 
     def _record_graph(self, busy: bool) -> bool:

@@ -144,3 +144,30 @@ def test_the_two_buffers_stay_those_of_the_largest_matrix() -> None:
             places.add((found.untyped_storage().data_ptr(), found.untyped_storage().nbytes()))
     assert len(places) == 2
     assert {size for _, size in places} == {2 * 192 * 128}
+
+
+@pytest.mark.parametrize("failing", range(5))
+def test_a_matrix_that_could_not_be_widened_is_not_taken_for_one_that_was(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory runs out a step fails, and the next one is computed."""
+    made: list[int] = []
+
+    def widen(like: torch.Tensor, weight: SplitByteWeight, *, out: torch.Tensor) -> None:
+        made.append(int(weight.beside[0]))
+        if len(made) == failing + 4:
+            raise torch.OutOfMemoryError
+        out.fill_(float(weight.beside[0]))
+
+    monkeypatch.setattr(ahead, "kernels", SimpleNamespace(widen=widen))
+    widened = WidenAhead(weights(3), InOrder())
+    failed = 0
+    for _ in range(6):
+        for matrix in range(3):
+            try:
+                found = widened.take(matrix, torch.zeros(1))
+            except torch.OutOfMemoryError:
+                failed += 1
+                break
+            assert bool((found == matrix).all())
+    assert failed == 1

@@ -81,7 +81,7 @@ class Chains:
         likeliest, guesses = logits.softmax(-1).max(-1)
         tokens = head.to_model_tokens(guesses)
         self._tokens[rows], self._states[rows], self._positions[rows] = tokens, states, positions + 1
-        return tokens.tolist(), likeliest.tolist()
+        return tokens.tolist(), likeliest.nan_to_num(0.0).tolist()  # no number promises nothing
 
     def _attend(self, chain: int, queries: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         """`[num_heads * head_dim]` of one query per head over the chain's entries, the newest included."""

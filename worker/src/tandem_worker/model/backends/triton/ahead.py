@@ -120,6 +120,13 @@ class WidenAhead:
         """Matrix `[N, K]` in the type of `like`, always the same; to be multiplied before the next one is asked for."""
         if _is_recorded(like.device):  # a recording has memory of its own
             return kernels.widen(like, self._weights[matrix])
+        try:
+            return self._take(matrix, like)
+        except Exception:  # there was no memory, say: the buffers have not what the turns hold to be in them
+            self._turns = Turns()
+            raise
+
+    def _take(self, matrix: int, like: torch.Tensor) -> torch.Tensor:
         turn = self._turns.take(matrix)
         self._join(turn.buffer)
         if not turn.is_there:
