@@ -204,7 +204,8 @@ class KV(Authored):
                     path=".disk.size",
                 ),
                 rule(
-                    "!has(self.allowFallback) || !self.allowFallback || has(self.transport) && self.transport == 'Mooncake'",
+                    "!has(self.allowFallback) || !self.allowFallback"
+                    " || has(self.transport) && self.transport == 'Mooncake'",
                     _NO_FALLBACK,
                     path=".allowFallback",
                 ),
