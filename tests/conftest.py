@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, settings
 
 from tests import leftovers
 from tests.full import reason_of
+from tests.mooncake.fixtures import loopback_alone, module_on_loopback_alone
 from tests.tandem_worker.process.forking import Forker
+
+__all__ = ("loopback_alone", "module_on_loopback_alone")
+"""Fixtures of others' files."""
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -26,6 +26,7 @@ from bench.engine.server import stream, streams, worker
 from bench.kv.__main__ import judge, make_prompt, read_metric
 from e2e.model import find_model
 from tests.mooncake.library import plan_environment
+from tests.mooncake.network import stay_inside
 from tests.mooncake.processes import Program, run_store
 
 STORE_GOAL, WRITING_GOAL = 0.08, 1.03
@@ -89,6 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(plan_environment())
     model, rows = find_model(), {}
+    stay_inside()
     with tempfile.TemporaryDirectory() as name, run_store(Path(name), _HOLDER_MEGABYTES) as (_, holder):
         first = measure_first_tokens(model, holder, options.tokens, options.prompts)
         medians = {kind: statistics.median(values) for kind, values in first.items()}

@@ -23,6 +23,7 @@ from typing import Any
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
 
 from bench.transfer.loopback import Mover, build_parser
+from tests.mooncake.network import stay_inside
 
 PIECE, IN_FLIGHT, POLL_SECONDS = 1 << 20, 16, 0.0005
 GOAL = 0.9
@@ -76,6 +77,7 @@ def main() -> None:
     def ask(transport: str) -> argparse.Namespace:
         return SimpleNamespace(**vars(args) | {"transport": transport})  # type: ignore[return-value]
 
+    stay_inside()
     seconds: dict[str, list[float]] = {"engine alone": [], "Mooncake": [], "TCP": []}
     with Mover(ask("Mooncake")) as mooncake, Mover(ask("TCP")) as tcp:
         alone = Alone()

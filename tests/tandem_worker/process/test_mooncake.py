@@ -27,7 +27,10 @@ PORTS = {"MC_MIN_RPC_PORT": "28000", "MC_MAX_RPC_PORT": "29900"}
 
 @pytest.fixture(scope="module")
 def pair(
-    workers: SimpleNamespace, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    workers: SimpleNamespace,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    module_on_loopback_alone: None,
 ) -> Iterator[SimpleNamespace]:
     folder, around = tmp_path_factory.mktemp("mooncake"), plan_environment() | PORTS
 

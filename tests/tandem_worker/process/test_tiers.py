@@ -76,6 +76,7 @@ def test_without_a_disk_there_is_no_tier() -> None:
     rig.close()
 
 
+@pytest.mark.usefixtures("loopback_alone")
 def test_a_disk_and_a_store_both_get_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many blocks that become idle together the disk takes more at a time than the store has room for."""
     prompt = tuple(number * number % 61 for number in range(401))

@@ -25,6 +25,13 @@ from tests.tandem_worker.transfer.engines import build_transports
 from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
 
 LAYERS, BLOCK_SIZE = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def _alone(loopback_alone: None) -> None:
+    """In a network with nothing but loopback: Mooncake's engines listen on all addresses."""
+
+
 QUICK = TransferTimeouts(
     connect=0.5, handshake=0.5, frame=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3, patience=0.1,
     queue=1.5,
