@@ -18,7 +18,7 @@ from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.transfer import fetches, protocol
 from tandem_worker.transfer.errors import QuotaError, TransferError
 from tandem_worker.transfer.fetches import FetchOrder
-from tandem_worker.transfer.prefill.quotas import FETCHED_SECONDS, Ledger, Quotas
+from tandem_worker.transfer.prefill.quotas import FETCHED_SECONDS, Account, Ledger, Quotas
 from tandem_worker.transfer.protocol import FrameKind, Header
 
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -210,6 +210,31 @@ def test_quotas_of_fetches() -> None:
     assert ledger._fetches == 0
     assert ledger.refusals["fetches"] == 2
     assert ledger.refusals["fetched"] == 1
+
+
+def test_who_leaves_and_comes_again_may_ask_for_no_more() -> None:
+    now = [0.0]
+    limits = Quotas(tokens=10, tokens_per_session=10, fair_tokens=10, fetched_tokens=100)
+    ledger = Ledger(limits, lambda: now[0])
+
+    def enter_as(worker: str) -> Account:
+        account = ledger.open("a", proven=True)
+        account.identify(worker)
+        return account
+
+    for _ in range(2):
+        one = enter_as("w-0")
+        one.take_fetch(100)
+        one.close()
+        one = enter_as("w-0")
+        with pytest.raises(QuotaError, match="too many blocks of late"):
+            one.take_fetch(10)
+        one.close()
+        other = enter_as("w-1")
+        other.take_fetch(10)
+        now[0] += FETCHED_SECONDS
+        other.close()
+    assert not ledger._fetched
 
 
 Answer = Callable[[socket.socket, FetchOrder], None]

@@ -4,9 +4,12 @@ cache."""
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tandem_api.keys import KeyRing
@@ -152,3 +155,31 @@ def test_keys_are_for_blocks_too(make_peer: MakePeer) -> None:
 def test_who_gives_blocks_away_says_nothing_of_what_orders_move_by(make_peer: MakePeer, wanted: str) -> None:
     given = make_peer().server.stats()
     assert join_stats(given, TransferStats(wanted=wanted)).wanted == wanted
+
+
+def test_a_worker_that_drains_gives_until_it_ends_and_ends_while_it_lends(
+    make_peer: MakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, puller = make_peer(), make_peer()
+    prompt = make_prompt(1)
+    answer = holder.run("a", prompt)
+    holder.engine.drain()
+    holder.server.drain()
+    assert puller.run("b", prompt, kv_source=holder.kv) == answer
+    assert puller.cached("b") == 40
+    lent = threading.Event()
+    copy = holder.shelf.copy
+
+    def copy_late(*arguments: Any) -> int:
+        lent.set()
+        time.sleep(0.2)
+        return copy(*arguments)
+
+    monkeypatch.setattr(holder.shelf, "copy", copy_late)
+    third = make_peer()
+    third.submit("c", prompt, kv_source=holder.kv)
+    assert lent.wait(5)
+    holder.server.close()
+    third.wait()
+    assert third.out.tokens("c") == answer
+    wait_until(lambda: holder.engine._scheduler.blocks.num_held == 0)

@@ -24,7 +24,7 @@ class Run:
     hearsay: bool = False
     """A gateway says that they are there: some may not be, and nothing comes of those."""
     otherwise: Run | None = None
-    """Of a run of no blocks: what there is where nobody asks."""
+    """What there is where nobody asks, beside a run of no blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 STALE_SECONDS = 60.0
 """What was measured so long ago keeps nobody from trying."""
 _EARLY_SECONDS = 0.01
-"""By so much two workers may differ on when the time of a fetch is over."""
+"""Two workers may differ by so much on when the time of a fetch is over."""
 _HELLO = frozenset({FrameKind.HELLO, FrameKind.REFUSED})
 _ANSWERS = frozenset({FrameKind.SLOTS, FrameKind.FETCHED, FrameKind.FAILED})
 

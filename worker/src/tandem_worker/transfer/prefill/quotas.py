@@ -102,6 +102,11 @@ class Bucket:
         self._left -= count
         return True
 
+    def is_full(self, now: float) -> bool:
+        """Whether a new one would be no different."""
+        self._fill(now)
+        return self._left >= self._most
+
     def _fill(self, now: float) -> None:
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
@@ -124,7 +129,8 @@ class Ledger:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         """Buckets of every owner of connections."""
         self._fetched: dict[tuple[str, str], Bucket] = {}
-        """What each may ask for by name."""
+        """What each may ask for by name. Of one that has gone it is kept until it is all there again, so that coming
+        again gains nothing."""
         self._fetches = 0
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
@@ -160,14 +166,18 @@ class Ledger:
             quotas = self.quotas
             first = min(FIRST_FRAMES, quotas.frames_at_once)
             self._buckets[owner] = Bucket(quotas.frames_per_second, quotas.frames_at_once, first, self._clock())
-            most = quotas.fetched_tokens
+        if owner not in self._fetched:
+            most = self.quotas.fetched_tokens
             self._fetched[owner] = Bucket(most / FETCHED_SECONDS, most, most, self._clock())
 
     def _drop_owner(self, owner: tuple[str, str]) -> None:
         self._owners[owner] -= 1
         if not self._owners[owner]:
-            del self._owners[owner], self._buckets[owner], self._fetched[owner]
+            del self._owners[owner], self._buckets[owner]
             self._tokens_of.pop(owner, None)
+            now = self._clock()
+            for gone in [one for one, left in self._fetched.items() if one not in self._owners and left.is_full(now)]:
+                del self._fetched[gone]
 
     def demotion(self, account: Account) -> float:
         """What to add to the priority of a pod's next order, because of those that it has given already.
