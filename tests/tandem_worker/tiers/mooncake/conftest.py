@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _alone(loopback_alone: None) -> None:
-    """In a network with nothing but loopback."""
+@pytest.fixture(scope="module", autouse=True)
+def _alone(module_on_loopback_alone: None) -> None:
+    """In a network with nothing but loopback; holders that tests of a module share are there too."""
