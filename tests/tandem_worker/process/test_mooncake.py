@@ -98,7 +98,7 @@ def test_a_peer_without_it_is_named_and_never_used_in_silence(
     pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
 ) -> None:
     prompt, before = prompt_of(90, seed=4), prefills(pair.decode, "fallback")
-    with workers.run(tmp_path, "prefill", pair.model) as plain:
+    with workers.run(tmp_path, "prefill", pair.model, environment=plan_environment()) as plain:
         workers.await_ready(plain)
         answer = pair.decode.complete(prompt, prefill=plain.kv, max_tokens=6, ignore_eos=True, return_token_ids=True)
         assert plain.metric("tandem_worker_kv_transfer_bytes_total", direction="sent") == 0

@@ -154,7 +154,7 @@ def _build_master(blueprint: Blueprint) -> Manifest:
 
 
 def _place(blueprint: Blueprint, role: Role) -> Manifest:
-    """Where the master runs, and how its image is pulled: as workers of `role`, whose image it is."""
+    """The place of the master, and how its image is pulled: as workers of `role`, whose image it is."""
     worker = blueprint.worker_spec(role)
     placed = {key: value for key, value in placement(blueprint, role, worker).items() if key in _PLACED}
     template = worker.pod_template
