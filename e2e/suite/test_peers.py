@@ -14,7 +14,7 @@ MODEL = "sharing"
 ASK = """
 import json, sys, time, urllib.request
 headers, body = json.loads(sys.argv[1]), sys.argv[2].encode()
-request = urllib.request.Request("http://127.0.0.1:" + sys.argv[3] + "/v1/completions", body, headers)
+request = urllib.request.Request("http://" + sys.argv[3] + "/v1/completions", body, headers)
 began = time.monotonic()
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 print(json.dumps([answer["choices"][0]["text"], answer["usage"], time.monotonic() - began]))
@@ -29,19 +29,21 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     fleet.wait_ready(MODEL)
     token = bearer_token(rings_of(fleet, MODEL)[names.API_KEY_FILE])
     pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in fleet.pods(MODEL, "decode")}
-    (holder, address), (puller, _) = sorted(pods.items())
+    holder, puller = sorted(pods)
     body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0})
+
+    def host_of(pod: str) -> str:
+        return f"[{pods[pod]}]" if ":" in pods[pod] else pods[pod]
 
     def ask(pod: str, **more: str) -> tuple[str, int, float]:
         headers = {"content-type": "application/json", names.HEADER_TOKEN: token} | more
         text, usage, seconds = json.loads(
-            fleet.run_python(pod, "worker", ASK, json.dumps(headers), body, str(names.WORKER_HTTP_PORT))
+            fleet.run_python(pod, "worker", ASK, json.dumps(headers), body, f"{host_of(pod)}:{names.WORKER_HTTP_PORT}")
         )
         return text, usage["prompt_tokens_details"]["cached_tokens"], seconds
 
-    host = f"[{address}]" if ":" in address else address
     text, _, computing = ask(holder)
-    pulled, cached, bringing = ask(puller, **{names.HEADER_KV_SOURCE: f"{host}:{names.WORKER_KV_PORT}"})
+    pulled, cached, bringing = ask(puller, **{names.HEADER_KV_SOURCE: f"{host_of(holder)}:{names.WORKER_KV_PORT}"})
     say(f"computed in {computing:.2f} s, brought in {bringing:.2f} s: {cached} tokens")
     assert pulled == text
     assert cached > 500
