@@ -309,6 +309,8 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
 def test_heads_that_nobody_could_ask_are_refused(
     fleet: Fleet, speculative: Object, spec: Object, sentence: str
 ) -> None:
-    assert sentence in str(create(fleet, model(engine={"speculative": speculative}, **spec)))
+    refused = model(engine={"speculative": speculative})
+    refused["spec"] |= spec
+    assert sentence in str(create(fleet, refused))
     head = {"uri": "hf://a/b", "revision": "abc"}
     assert create(fleet, model(engine={"speculative": {"method": "Draft", "draft": head}})) is None
