@@ -28,7 +28,7 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     fleet.apply(manifest)
     fleet.wait_ready(MODEL)
     token = bearer_token(rings_of(fleet, MODEL)[names.API_KEY_FILE])
-    pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in fleet.pods(MODEL, "decode")}
+    pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in fleet.pods(MODEL, "unified")}
     holder, puller = sorted(pods)
     body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0})
 
