@@ -15,6 +15,7 @@ from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, Token
 from tandem_worker.server.dialects.contract import AnswerHead, Encoder
 from tandem_worker.server.dialects.messages.encoder import MessagesEncoder
 from tandem_worker.server.dialects.openai.chat_request import parse_chat
+from tandem_worker.server.dialects.openai.chunks import ChatEncoder
 from tandem_worker.server.dialects.responses import encoder as responses_encoder
 from tandem_worker.server.dialects.responses import request as responses_request
 from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
@@ -211,6 +212,19 @@ def arguments_in(text: str) -> list[Any]:
     """Of the calls in an answer, in their order."""
     return [json.loads(part.partition('"arguments": ')[2].partition("}\n</tool_call>")[0])
             for part in text.split("<tool_call>")[1:]]  # fmt: skip
+
+
+@given(ANSWERS, CUTS)
+def test_a_chunk_has_one_delta_of_each_call(text: str, cuts: list[int]) -> None:
+    """However many tokens it has: clients such as instructor read the first one of a chunk alone."""
+    events = write(ChatEncoder(HEAD, TABLE), text, cuts)
+    deltas = [choice["delta"].get("tool_calls", []) for event in events for choice in event["choices"]]
+    assert all(len({each["index"] for each in told}) == len(told) for told in deltas)
+    joined: dict[int, str] = {}
+    for each in itertools.chain.from_iterable(deltas):
+        assert ("name" in each["function"]) == (each["index"] not in joined)
+        joined[each["index"]] = joined.get(each["index"], "") + each["function"]["arguments"]
+    assert [json.loads(arguments) for arguments in joined.values()] == arguments_in(text)
 
 
 @given(ANSWERS, CUTS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -145,7 +147,7 @@ class ChatEncoder:
         if update.content or not (update.reasoning or update.tools):
             delta["content"] = update.content
         if update.tools:
-            delta["tool_calls"] = [_tool_delta(tool) for tool in update.tools]
+            delta["tool_calls"] = _tool_deltas(update.tools)
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if update.logprobs else None
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self.head.return_token_ids:
@@ -179,11 +181,17 @@ class ChatEncoder:
         return choice
 
 
-def _tool_delta(tool: ToolDelta) -> dict[str, Any]:
-    if tool.name is None:
-        return {"index": tool.index, "function": {"arguments": tool.arguments}}
-    function = {"name": tool.name, "arguments": tool.arguments}
-    return {"index": tool.index, "id": tool.id, "type": "function", "function": function}
+def _tool_deltas(tools: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    """One for each call: of several in a chunk that are of the same call some clients read the first alone."""
+    return [_tool_delta(list(pieces)) for _, pieces in groupby(tools, key=attrgetter("index"))]
+
+
+def _tool_delta(pieces: Sequence[ToolDelta]) -> dict[str, Any]:
+    first, arguments = pieces[0], "".join(piece.arguments for piece in pieces)
+    if first.name is None:
+        return {"index": first.index, "function": {"arguments": arguments}}
+    function = {"name": first.name, "arguments": arguments}
+    return {"index": first.index, "id": first.id, "type": "function", "function": function}
 
 
 def join_tool_deltas(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
