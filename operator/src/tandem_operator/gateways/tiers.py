@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tandem_api.crd.status import Condition
 from tandem_api.telemetry import TierTelemetry
@@ -15,37 +16,64 @@ STARTING = "Starting"
 _NAMED = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """What one kind of tier is called in its condition."""
+
+    condition: str
+    off: str
+    unheard: str
+    looking: str
+    used: str
+    not_seen: str
+    in_use: str
+
+
+_DISKS = _Words(
+    condition=CONDITION,
+    off="workers have switched off the disk that spec.kv.disk gives them, and compute",
+    unheard="no worker has told yet of the disk that spec.kv.disk gives it",
+    looking="some workers are still looking at the disk that spec.kv.disk gives them",
+    used="the disks of {count} workers are in use",
+    not_seen="DisksNotSeen",
+    in_use="DisksInUse",
+)
+_STORE = _Words(
+    condition=STORE_CONDITION,
+    off="workers do without the store of spec.kv.store, and compute",
+    unheard="no worker has told yet of the store of spec.kv.store",
+    looking="some workers are still reaching for the store of spec.kv.store",
+    used="{count} workers have written to the store and read from it",
+    not_seen="StoreNotSeen",
+    in_use="StoreInUse",
+)
+
+
 def tiers_condition(blueprint: Blueprint, tiers: Mapping[str, TierTelemetry]) -> list[Condition]:
     """The condition of the workers' disks, from what each worker said last, by pod; nothing where no disk is asked for,
     or where nobody serves."""
     if blueprint.model.spec.kv.disk is None or blueprint.model.spec.suspend:
         return []
-    off = _describe_off(tiers, "workers have switched off the disk that spec.kv.disk gives them, and compute")
-    if off is not None:
-        return [Condition(type=CONDITION, status="False", reason=off[0], message=off[1])]
-    if not tiers or any(tier.reason is not None for tier in tiers.values()):
-        text = "no worker has told yet of the disk that spec.kv.disk gives it"
-        if tiers:
-            text = "some workers are still looking at the disk that spec.kv.disk gives them"
-        return [Condition(type=CONDITION, status="Unknown", reason="DisksNotSeen", message=text)]
-    text = f"the disks of {len(tiers)} workers are in use"
-    return [Condition(type=CONDITION, status="True", reason="DisksInUse", message=text)]
+    return [_judge(_DISKS, tiers)]
 
 
 def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -> list[Condition]:
     """The condition of the store that workers share blocks through, as `tiers_condition`."""
     if blueprint.model.spec.kv.store is None or blueprint.model.spec.suspend:
         return []
-    off = _describe_off(stores, "workers do without the store of spec.kv.store, and compute")
+    return [_judge(_STORE, stores)]
+
+
+def _judge(words: _Words, tiers: Mapping[str, TierTelemetry]) -> Condition:
+    off = _describe_off(tiers, words.off)
     if off is not None:
-        return [Condition(type=STORE_CONDITION, status="False", reason=off[0], message=off[1])]
-    if not stores or any(tier.reason is not None for tier in stores.values()):
-        text = "no worker has told yet of the store of spec.kv.store"
-        if stores:
-            text = "some workers are still reaching for the store of spec.kv.store"
-        return [Condition(type=STORE_CONDITION, status="Unknown", reason="StoreNotSeen", message=text)]
-    text = f"{len(stores)} workers have written to the store and read from it"
-    return [Condition(type=STORE_CONDITION, status="True", reason="StoreInUse", message=text)]
+        return Condition(type=words.condition, status="False", reason=off[0], message=off[1])
+    if not tiers or any(tier.reason is not None for tier in tiers.values()):
+        text = words.looking if tiers else words.unheard
+        return Condition(type=words.condition, status="Unknown", reason=words.not_seen, message=text)
+    return Condition(
+        type=words.condition, status="True", reason=words.in_use, message=words.used.format(count=len(tiers))
+    )
 
 
 def _describe_off(tiers: Mapping[str, TierTelemetry], what: str) -> tuple[str, str] | None:
