@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from tandem_worker.engine.tiers import LoadOrder, TierEngine
 from tandem_worker.tiers.policy import cut_after
@@ -25,39 +26,44 @@ class Load:
     """It has ended because nobody wants it."""
 
     @property
+    def num_wanted(self) -> int:
+        """Blocks that are to come."""
+        return len(self.order.names)
+
+    @property
     def cut_at(self) -> float:
         """When it is late, if nothing more comes."""
-        return self.began + cut_after(self.valid, len(self.order.names), self.order.seconds_per_block)
+        return self.began + cut_after(self.valid, self.num_wanted, self.order.seconds_per_block)
 
 
-class LoadBook:
+AnyLoad = TypeVar("AnyLoad", bound=Load)
+
+
+class LoadBook(Generic[AnyLoad]):
     """Every load ends once: with all that is wanted, with what can be had, cut, or cancelled."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters, self._clock = counters, clock
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, AnyLoad] = {}
         self._changed = threading.Condition()
         self._closed = False
         self.engine: TierEngine | None = None
 
-    def open(self, order: LoadOrder) -> Load:
-        """Its time begins."""
-        load = Load(order, self._clock())
+    def add(self, load: AnyLoad) -> None:
+        """It is under way."""
         with self._changed:
-            self._loads[order.load] = load
+            self._loads[load.order.load] = load
             self._changed.notify_all()
-        return load
 
-    def cancel(self, number: int) -> Load | None:
+    def cancel(self, number: int) -> None:
         """When this returns nothing of the load is written any more."""
         with self._changed:
             load = self._loads.pop(number, None)
         if load is not None:
             with load.lock:
                 load.ended = load.cancelled = True
-        return load
 
-    def end(self, load: Load, *, cut: bool = False) -> None:
+    def end(self, load: AnyLoad, *, cut: bool = False) -> None:
         """What is there stays. One that has ended is left alone."""
         with load.lock:
             if load.ended:
@@ -72,12 +78,12 @@ class LoadBook:
         assert self.engine is not None, "the tier is joined with the engine before a load"
         self.engine.load_ended(load.order.load, valid)
 
-    def cut_late(self, idle_seconds: float) -> list[Load]:
-        """Sleep until a load may be late or one begins, so long at most; then cut what is late."""
+    def cut_late(self, idle_seconds: float, until: float | None = None) -> None:
+        """Sleep until a load may be late or one begins, so long at most, not after `until`; then cut what is late."""
         with self._changed:
             if self._closed:
-                return []
-            due = min((load.cut_at for load in self._loads.values()), default=None)
+                return
+            due = min([load.cut_at for load in self._loads.values()] + ([] if until is None else [until]), default=None)
             pause = idle_seconds if due is None else min(idle_seconds, due - self._clock())
             if pause > 0:
                 self._changed.wait(pause)
@@ -85,13 +91,25 @@ class LoadBook:
             late = [load for load in self._loads.values() if load.cut_at <= now]
         for load in late:
             self.end(load, cut=True)
-        return late
+
+    def cut_all(self) -> None:
+        """None can go on: what is there stays."""
+        for load in self._list():
+            self.end(load, cut=True)
+
+    def wake(self) -> None:
+        """`cut_late` is to look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Loads end with what is there."""
         with self._changed:
             self._closed = True
-            loads = list(self._loads.values())
             self._changed.notify_all()
-        for load in loads:
+        for load in self._list():
             self.end(load)
+
+    def _list(self) -> list[AnyLoad]:
+        with self._changed:
+            return list(self._loads.values())

@@ -11,16 +11,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from tandem_worker.engine.tiers import LoadOrder, TierEngine
+from tandem_worker.tiers.book import Load, LoadBook
 from tandem_worker.tiers.errors import VOLUME_FROZEN, TierError
 from tandem_worker.tiers.format import TierKey, is_intact
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.memory import BlockMemory
-from tandem_worker.tiers.policy import cut_after, plan_pieces, predict_seconds
+from tandem_worker.tiers.policy import plan_pieces, predict_seconds
 from tandem_worker.tiers.slots import SlotStore
 from tandem_worker.tiers.stats import Counters
 from tandem_worker.tiers.store import Place
@@ -34,21 +35,13 @@ FROZEN_SECONDS = 5.0
 _IDLE_SECONDS = 0.5
 
 
-@dataclass(slots=True, eq=False)
-class _Load:
-    order: LoadOrder
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Load(Load):
     places: list[Place]
-    began: float
-    waiting: int
-    """Bytes that are still to be read."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    arrived: list[bool] = field(default_factory=list)
+    arrived: list[bool]
     """Whether a block has arrived, by block."""
-    valid: int = 0
-    """Leading blocks that are in memory."""
-    limit: int = 0
+    limit: int
     """Blocks before the first one that cannot be had."""
-    ended: bool = False
 
     def stop_at(self, index: int) -> None:
         """Blocks from `index` on are computed."""
@@ -56,8 +49,8 @@ class _Load:
             self.limit = min(self.limit, index)
 
     @property
-    def cut_at(self) -> float:
-        return self.began + cut_after(self.valid, len(self.places), self.order.seconds_per_block)
+    def num_wanted(self) -> int:
+        return len(self.places)
 
 
 class LoadPool:
@@ -81,16 +74,24 @@ class LoadPool:
         """Guards what follows; never taken while a load's lock is held by the same thread."""
         self._jobs: deque[tuple[_Load, int, int]] = deque()
         """A load, and `[first, end)` of its blocks."""
-        self._loads: dict[int, _Load] = {}
         self._queued_bytes = 0
         self._busy_since: dict[int, float] = {}
         """Readers that are in a call to the system, by thread."""
         self._meter = BandwidthMeter()
         self._closed = False
-        self.engine: TierEngine | None = None
+        self._book: LoadBook[_Load] = LoadBook(counters, clock)
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
         self._most = slots.most_slots
+
+    @property
+    def engine(self) -> TierEngine | None:
+        """Whom loads are for; None before it is known."""
+        return self._book.engine
+
+    @engine.setter
+    def engine(self, engine: TierEngine) -> None:
+        self._book.engine = engine
 
     @property
     def rate(self) -> float | None:
@@ -113,33 +114,26 @@ class LoadPool:
 
     def start(self, order: LoadOrder, places: Sequence[Place]) -> None:
         """Begin with it. Any thread."""
-        size = self._slots.geometry.slot_bytes
         count = len(places)
-        load = _Load(order, list(places), self._clock(), count * size, arrived=[False] * count, limit=count)
+        load = _Load(order=order, began=self._clock(), places=list(places), arrived=[False] * count, limit=count)
+        self._book.add(load)
         with self._wake:
-            self._loads[order.load] = load
             self._jobs.extend((load, first, end) for first, end in plan_pieces(places, self._most))
-            self._queued_bytes += load.waiting
+            self._queued_bytes += count * self._slots.geometry.slot_bytes
             self._wake.notify_all()
 
     def cancel(self, number: int) -> None:
-        """When this returns nothing of the load is written any more."""
-        with self._wake:
-            load = self._loads.pop(number, None)
-        if load is not None:
-            with load.lock:
-                load.ended = True
+        """As `LoadBook.cancel`."""
+        self._book.cancel(number)
 
     def cut_all(self) -> None:
         """The tier is off: what is there stays."""
-        with self._wake:
-            loads = list(self._loads.values())
-        for load in loads:
-            self._end(load, cut=True)
+        self._book.cut_all()
 
     def close(self) -> None:
         """Threads end as soon as they can; loads end with what is there."""
-        self.cut_all()
+        self._book.cut_all()
+        self._book.close()
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -163,29 +157,16 @@ class LoadPool:
                     self._queued_bytes -= (end - first) * self._slots.geometry.slot_bytes
                     del self._busy_since[threading.get_ident()]
             if load.valid >= load.limit:
-                self._end(load)
+                self._book.end(load)
 
     def wake(self) -> None:
         """`watch_once` is to look again."""
-        with self._wake:
-            self._wake.notify_all()
+        self._book.wake()
 
     def watch_once(self, until: float | None = None) -> None:
-        """Sleep until a load may be late or one begins, half a second at most and not after `until`; then cut what is
-        late, and look for readers that hang."""
-        with self._wake:
-            if self._closed:
-                return
-            due = min([load.cut_at for load in self._loads.values()] + ([] if until is None else [until]), default=None)
-            pause = _IDLE_SECONDS if due is None else min(_IDLE_SECONDS, due - self._clock())
-            if pause > 0:
-                self._wake.wait(pause)
-            now = self._clock()
-            late = [load for load in self._loads.values() if load.cut_at <= now]
-            hangs = any(now - since > FROZEN_SECONDS for since in self._busy_since.values())
-        for load in late:
-            self._end(load, cut=True)
-        if hangs and self._health.on:
+        """As `LoadBook.cut_late`, for half a second at most; then look for readers that hang."""
+        self._book.cut_late(_IDLE_SECONDS, until)
+        if not self._closed and self.hangs and self._health.on:
             self._health.fail(TierError(VOLUME_FROZEN, f"a read has not returned for {FROZEN_SECONDS:g} s"))
 
     @property
@@ -262,17 +243,3 @@ class LoadPool:
             self._slots.discard(place, name)
         except TierError as error:
             self._health.fail(error)
-
-    def _end(self, load: _Load, *, cut: bool = False) -> None:
-        with load.lock:
-            if load.ended:
-                return
-            load.ended = True
-            valid = load.valid
-        with self._wake:
-            self._loads.pop(load.order.load, None)
-        if cut:
-            self._counters.count_cut()
-        self._counters.count_loaded(valid)
-        assert self.engine is not None, "the tier is joined with the engine before a load"
-        self.engine.load_ended(load.order.load, valid)

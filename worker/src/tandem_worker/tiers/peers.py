@@ -45,7 +45,7 @@ class PeerSource:
         self._own = own
         self._terms, self._block_size, self._vitals, self._clock = terms, block_size, vitals or Vitals(), clock
         self._counters = counters or Counters(block_size, "peer")
-        self._book = LoadBook(self._counters, clock)
+        self._book: LoadBook[Load] = LoadBook(self._counters, clock)
         self._lock = threading.Lock()
         self._records: dict[str, PeerRecord] = {}
         """Records by endpoint, the last used at the end."""
@@ -110,7 +110,8 @@ class PeerSource:
         """As `BlockSource.start_load`."""
         if order.seconds_per_block is None:
             order = replace(order, seconds_per_block=self._seconds_per_block)
-        load = self._book.open(order)
+        load = Load(order, self._clock())
+        self._book.add(load)
         try:
             taken = self._submit(order.holder, load)
         except ThreadStartError as error:
