@@ -71,6 +71,15 @@ class KVTransportTelemetry(Wire):
     """Why it is not what was wanted; empty where it is."""
 
 
+class WeightsTelemetry(Wire):
+    """In which form a worker keeps its matrices."""
+
+    form: Annotated[str, Field(max_length=64)]
+    """`plain`, or `lossless`: 12 bits a weight."""
+    why: Annotated[str, Field(max_length=1000)] = ""
+    """As a part of a sentence."""
+
+
 class WorkerTelemetry(Wire):
     """One sample. Figures that the machine cannot measure are absent (None), never zero.
 
@@ -129,6 +138,8 @@ class WorkerTelemetry(Wire):
     start_from: Annotated[str, Field(max_length=64)] | None = None
     """What it started from: `downloaded`, where the model's files came during the start, `files`, `prepared`, where
     weights came from a copy that an earlier start had made, or `standby`."""
+    weights: WeightsTelemetry | None = None
+    """Absent: it is of an earlier release."""
     kv_tiers: Annotated[list[TierTelemetry], Field(max_length=16)] = Field(default_factory=list[TierTelemetry])
     """Below memory; empty where there are none."""
     vram_used_bytes: Count | None = None

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from operator_objects import blueprint, container, pod, settled
 from tandem_api.crd.status import Condition, InferenceModelStatus
+from tandem_api.telemetry import WeightsTelemetry
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.objects.problem import Problem
 from tandem_operator.reconcile.status import build_status, refused_status
@@ -216,3 +218,24 @@ def test_one_stray_pod_with_our_labels_disturbs_nobody() -> None:
     for name, more in (("debug", {"tandem.dev/nodes-per-replica": "x"}), ("m-decode-7", {}), ("m-x-5", {})):
         live[ChildKey("Pod", name)] = pod(name, owner="somebody", labels=labels | more, **container())
     assert status(plan, live) == before
+
+
+def test_each_role_says_in_which_form_its_workers_keep_the_model_and_a_silence_takes_that_from_nobody() -> None:
+    plan = blueprint(prefill={"replicas": 1}, decode={"replicas": 2})
+    live = settled(plan)
+    assert status(plan, live).decode.weights is None  # pyright: ignore[reportOptionalMemberAccess]
+    names = [key.name for key in live if key.kind == "Pod"]
+    forms = {
+        name: WeightsTelemetry(form="plain" if "prefill" in name else "lossless", why="as engine.weights says")
+        for name in names
+    }
+    told = status(plan, live, forms=forms)
+    assert told.prefill is not None
+    assert told.decode is not None
+    assert told.gateway is not None
+    assert (told.prefill.weights, told.decode.weights, told.gateway.weights) == (
+        "plain: as engine.weights says", "lossless: as engine.weights says", None,
+    )  # fmt: skip
+    later = replace(plan, model=plan.model.model_copy(update={"status": told}))
+    assert status(later, live).decode == told.decode
+    assert status(later, live, forms={name: WeightsTelemetry(form="plain") for name in names}).decode != told.decode

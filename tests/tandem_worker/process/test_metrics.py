@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric
+from tandem_api.telemetry import Metric, WeightsTelemetry
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import NO_GPU, GpuSample
@@ -264,6 +264,12 @@ def test_bandwidth_follows_the_larger_transfers() -> None:
     assert meter.rate == pytest.approx(1e9)
     meter.observe(64_000_000, 0.032)
     assert meter.rate == pytest.approx(1.5e9)
+
+
+def test_a_sample_says_in_which_form_matrices_are_kept() -> None:
+    assert build_telemetry(FACTS, sample()).weights is None
+    kept = WeightsTelemetry(form="lossless", why="as engine.weights says")
+    assert build_telemetry(replace(FACTS, weights=kept), sample()).weights == kept
 
 
 def test_a_sample_says_what_moves_blocks() -> None:

@@ -27,6 +27,9 @@ class RoleStatus(Wire):
     the number from before."""
     summary: str = ""
     """`ready/desired`, for the printer columns."""
+    weights: str | None = None
+    """Form in which its workers keep the model's matrices, `plain` or `lossless`, and why: what `engine.weights` has
+    come to. Absent until a worker has told."""
 
 
 class ModelStatus(Wire):

@@ -18,7 +18,7 @@ import aiohttp
 from pydantic import ValidationError
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, StartingReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
-from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WorkerTelemetry
+from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WeightsTelemetry, WorkerTelemetry
 
 from tandem_operator.gateways.transports import summarize
 from tandem_operator.objects.manifests import ModelKey
@@ -75,6 +75,8 @@ class FleetView:
     """What workers say of how their blocks move, by the name of the pod."""
     stores: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
     """As `tiers`, of the store that workers share blocks through."""
+    weights: Mapping[str, WeightsTelemetry] = field(default_factory=dict[str, WeightsTelemetry])
+    """In which form workers keep the model's matrices, by the name of the pod."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -187,6 +189,7 @@ class FleetWatch:
             tiers=_tiers(self.reports(key)),
             transports=_transports(self.reports(key)),
             stores=_tiers(self.reports(key), "store"),
+            weights=_weights(self.reports(key)),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -292,6 +295,7 @@ class FleetWatch:
             {name: tier.reason for name, tier in view.tiers.items()},
             summarize(view.transports),
             {name: tier.reason for name, tier in view.stores.items()},
+            dict(view.weights),
             view.asked,
         )
         if told != model.told:
@@ -400,6 +404,11 @@ def _transports(reports: Sequence[FleetReport]) -> dict[str, KVTransportTelemetr
         for name, sample in _newest_samples(reports).items()
         if sample.kv_transport is not None
     }
+
+
+def _weights(reports: Sequence[FleetReport]) -> dict[str, WeightsTelemetry]:
+    """What workers tell of the form of their matrices, by worker."""
+    return {name: sample.weights for name, sample in _newest_samples(reports).items() if sample.weights is not None}
 
 
 def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:

@@ -114,6 +114,7 @@ class Reporter:
             weights=decided.weights,
             images=decided.images.status,
             starting=self._fleet.view(look.key).starting,
+            forms=self._fleet.view(look.key).weights,
             more=[
                 *([] if admitted is None else [admitted]),
                 *scaled,

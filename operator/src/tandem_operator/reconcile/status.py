@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem_api import names
-from tandem_api.crd.status import Condition, ImagesStatus, InferenceModelStatus, RolloutStatus, ScalingStatus
+from tandem_api.crd.status import (
+    Condition,
+    ImagesStatus,
+    InferenceModelStatus,
+    RoleStatus,
+    RolloutStatus,
+    ScalingStatus,
+)
 from tandem_api.names import Role
+from tandem_api.telemetry import WeightsTelemetry
 from tandem_api.version import VERSION
 
 from tandem_operator.autoscale.desired import scaling_memory, scaling_to_keep
@@ -26,6 +34,7 @@ from tandem_operator.observe.roles import (
     pods_of,
     workload_key,
 )
+from tandem_operator.observe.weights import describe_forms
 from tandem_operator.reconcile.summary import build_condition, stalled_condition, summarize
 from tandem_operator.runtime import metrics
 from tandem_operator.weights.commits import CommitPlan
@@ -53,10 +62,11 @@ def build_status(
     scaling: ScalingStatus | None = None,
     trial: Problem | None = None,
     starting: Mapping[str, tuple[str, str]] | None = None,
+    forms: Mapping[str, WeightsTelemetry] | None = None,
 ) -> InferenceModelStatus:
     """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first, `trial` what
     a canary, or the wait for a turn, has to say, `more` conditions of other parts, `starting` what workers that are not
-    ready are doing, by pod, with its address."""
+    ready are doing, by pod, with its address, `forms` in which form workers keep the model's matrices, by pod."""
     model = blueprint.model
     roles, present = (*blueprint.worker_roles, Role.GATEWAY), parse_time(now)
     states = {role: observe_role(blueprint, role, live, failures, now=present) for role in roles}
@@ -74,6 +84,15 @@ def build_status(
     gateway = states[Role.GATEWAY]
     present = parse_time(now)
     assert present is not None
+
+    def worker_status(role: Role) -> RoleStatus:
+        last = model.status.prefill if role is Role.PREFILL else model.status.decode
+        pods = (pod["metadata"]["name"] for pod in pods_of(workload_key(blueprint, role), live))
+        told = describe_forms(forms[name] for name in pods if name in forms) if forms else None
+        # Workers that are asleep, or whose gateways are silent, say nothing, and are what they were.
+        weights = told or (None if last is None else last.weights)
+        return states[role].to_status().model_copy(update={"weights": weights})
+
     return InferenceModelStatus(
         observed_generation=model.metadata.generation,
         url=names.service_url(blueprint.name, model.metadata.namespace, tls=model.spec.gateway.tls is not None),
@@ -83,8 +102,8 @@ def build_status(
         routing=plan_routing(blueprint, now=present),
         rollout=rollout,
         scaling=scaling,
-        prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
-        decode=states[blueprint.decode_role].to_status(),
+        prefill=worker_status(Role.PREFILL) if Role.PREFILL in states else None,
+        decode=worker_status(blueprint.decode_role),
         gateway=gateway.to_status(),
         updated=f"{sum(state.updated for state in workers)}/{sum(state.replicas for state in workers)}",
         conditions=stamp(conditions, model.status, generation=model.metadata.generation, now=now),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,18 +51,19 @@ def load_model(
     prepared: PreparedWeights | None = None,
     weights: WeightsForm = "Auto",
     rows: Rows = ANY_ROWS,
+    told: Callable[[Choice], None] = lambda _: None,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
     `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
     threads from here on. `prepared` hands out what an earlier start packed, or remembers it for `prepared.save()`;
     its reading is over when this returns or raises. `weights` says whether matrices take 12 bits a weight, bit for bit;
-    `rows`, which products have, decide under `Auto`.
+    `rows`, which products have, decide under `Auto`; `told` hears what was decided.
     Raises StartupError with a reason and a sentence for everything
     that a person must fix, ValueError for a `backend` that does not compute in `dtype`.
     """
     try:
-        return _load(path, device, dtype, context, backend, max_threads, prepared, weights, rows)
+        return _load(path, device, dtype, context, backend, max_threads, prepared, weights, rows, told)
     finally:
         if prepared is not None:
             prepared.finish()
@@ -77,6 +79,7 @@ def _load(
     prepared: PreparedWeights | None,
     weights: WeightsForm,
     rows: Rows,
+    told: Callable[[Choice], None],
 ) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -87,6 +90,7 @@ def _load(
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
     choice = choose_weights(parts, chosen, weights, rows)
+    told(choice)
     lossless = parts.lossless if choice.form == "lossless" else None
     make_packer = parts.packer if lossless is None else lossless.packer
     with torch.inference_mode():

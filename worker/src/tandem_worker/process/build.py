@@ -248,7 +248,14 @@ class _Start:
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
         weights, rows = self._config.weights, rows_of(self._config)
         model = load_model(
-            path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights, rows=rows
+            path,
+            device=device,
+            dtype=dtype,
+            context=context,
+            prepared=prepared,
+            weights=weights,
+            rows=rows,
+            told=memory.note_choice,
         )
         if self._draft is not None:
             from tandem_worker.model.draft.load import load_draft
@@ -400,6 +407,7 @@ class _Start:
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
             matrices=memory.matrices,
+            weights=memory.weights,
             memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start=self._progress,
             refusals=self._refusals,

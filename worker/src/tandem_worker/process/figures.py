@@ -8,7 +8,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from tandem_api.launch import WorkerConfig
-from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.telemetry import WeightsTelemetry, WorkerTelemetry
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
@@ -22,6 +22,7 @@ from tandem_worker.transfer.contract import TransferStats, join_stats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileExchange
+    from tandem_worker.model.backends.form import Choice
     from tandem_worker.model.weighing import Matrices
     from tandem_worker.server.answer.request_metrics import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -72,6 +73,7 @@ class Figures:
         gpu: GpuReader,
         memory_bytes: Callable[[], Mapping[str, int]],
         matrices: Mapping[str, Matrices],
+        weights: Choice | None,
         start: StartProgress,
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
@@ -80,7 +82,13 @@ class Figures:
         tiers: Tiers | None = None,
     ) -> None:
         """`others`: what the GPUs of the group's other ranks told last."""
-        self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
+        self._facts = WorkerFacts(
+            model_name=config.model_name,
+            role=config.role,
+            revision=config.revision,
+            pod=pod.pod,
+            weights=None if weights is None else WeightsTelemetry(form=weights.form, why=weights.why[:1000]),
+        )
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self.memory_bytes = memory_bytes
         """What the process's memory, or the device's, holds now."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tandem_worker.model.backends.form import Choice
     from tandem_worker.model.weighing import Matrices
 
 
@@ -19,6 +20,12 @@ class MemoryLedger:
     by_kind: dict[str, int] = field(default_factory=dict)
     matrices: dict[str, Matrices] = field(default_factory=dict)
     """Matrices of the weights, by form."""
+    weights: Choice | None = None
+    """In which form they are kept, and why; None until they are read."""
+
+    def note_choice(self, choice: Choice) -> None:
+        """As the loader has decided."""
+        self.weights = choice
 
     def observe_other(self) -> int:
         """What is held and no other kind's: of the process, or on a GPU the driver's and the libraries' share."""

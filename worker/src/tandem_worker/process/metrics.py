@@ -19,7 +19,7 @@ from tandem_worker.server.structured.contract import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
-    from tandem_api.telemetry import TierTelemetry
+    from tandem_api.telemetry import TierTelemetry, WeightsTelemetry
 
     from tandem_worker.host.files.exchange import FileSample
     from tandem_worker.model.weighing import Matrices
@@ -34,6 +34,7 @@ class WorkerFacts:
     role: Role
     revision: str
     pod: str
+    weights: WeightsTelemetry | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         keeps_step_seconds=True,
         start_seconds=None if sample.start is None else sample.start.seconds,
         start_from=None if sample.start is None else sample.start.origin,
+        weights=facts.weights,
         kv_tiers=_describe_tiers(sample.tiers),
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
