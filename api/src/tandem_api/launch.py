@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from tandem_api.base import Wire
+from tandem_api.collectors import check_collector
 from tandem_api.names import (
     GATEWAY_HTTP_PORT,
     GATEWAY_HTTPS_PORT,
@@ -26,7 +27,6 @@ from tandem_api.names import (
     WORKER_METRICS_PORT,
     Role,
 )
-from tandem_api.validation import check_collector
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import (
     Annotations,
     ClientTimeout,
@@ -20,7 +20,6 @@ from tandem_api.crd.fields import (
 )
 from tandem_api.crd.pods import Resources, Workload
 from tandem_api.launch import LinkKind, TLSVersion
-from tandem_api.quantities import parse_quantity
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 
@@ -51,16 +50,19 @@ class GatewayService(Authored):
                     "!has(self.nodePort) || self.type != 'ClusterIP'",
                     "is for a type of NodePort or LoadBalancer: remove it, or change type",
                     path=".nodePort",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.externalTrafficPolicy) || self.type != 'ClusterIP'",
                     "is for a type of NodePort or LoadBalancer: remove it, or change type",
                     path=".externalTrafficPolicy",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
                     "is for a type of LoadBalancer: remove it, or change type",
                     path=".loadBalancerClass",
+                    server_only=True,
                 ),
                 unreserved("labels"),
                 unreserved("annotations"),
@@ -146,6 +148,7 @@ class CORS(Authored):
                     "!has(self.allowCredentials) || !self.allowCredentials || !('*' in self.allowOrigins)",
                     "must name the origins where allowCredentials is true: browsers take no * then",
                     path=".allowOrigins",
+                    server_only=True,
                 )
             ]
         }
@@ -275,14 +278,3 @@ class Gateway(Workload):
     """Let a decode worker compute a prompt itself while prefill workers are behind, in steps that take at most
     `slo.tpot.seconds` with a part of it. It needs prefill and decode workers that are apart, and `slo`. Changing it
     restarts nothing."""
-
-    @model_validator(mode="after")
-    def _has_room_for_responses(self) -> Gateway:
-        store, memory = self.response_store, self.resources.limits.get("memory")
-        if store is not None and self.replicas > 1:
-            raise ValueError(f"replicas {_ONE_GATEWAY}")
-        if store is not None and self.scaling.mode != "Static":
-            raise ValueError(f"scaling.mode {_ONE_GATEWAY}")
-        if store is not None and memory is not None and parse_quantity(memory) < 4 * parse_quantity(store.max_bytes):
-            raise ValueError(f"responseStore.maxBytes {_STORE_TOO_LARGE}")
-        return self

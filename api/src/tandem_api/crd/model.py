@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import ModelURI, ObjectName, Revision
 from tandem_api.validation import RULES_KEY, Matches, rule
 
@@ -65,20 +65,12 @@ class ModelCache(Authored):
     the packed copy alone there. `Archive`: a third smaller. `Fixed`: a quarter smaller, read without work under
     `engine.weights: Lossless`. Takes room for both copies meanwhile, and switches `peers` off."""
 
-    @model_validator(mode="after")
-    def _has_a_claim(self) -> ModelCache:
-        if self.prewarm and self.persistent_volume_claim is None:
-            raise ValueError(f"prewarm {_NO_CLAIM}")
-        if self.pack != "None" and self.persistent_volume_claim is None:
-            raise ValueError(f"pack {_NOTHING_KEPT}")
-        return self
-
 
 def hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:
     """A rule that `field` is written only beside an hf:// uri."""
     absent = f"!has(self.{field})" + ("" if unset is None else f" || self.{field} == '{unset}'")
     message = f"is {meaning} of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY"
-    return rule(f"{absent} || self.uri.startsWith('hf://')", message, path=f".{field}")
+    return rule(f"{absent} || self.uri.startsWith('hf://')", message, path=f".{field}", server_only=True)
 
 
 class Model(Authored):
@@ -92,6 +84,7 @@ class Model(Authored):
                     "!has(self.followRevision) || !self.followRevision || self.uri.startsWith('hf://')",
                     "is about the branch of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY",
                     path=".followRevision",
+                    server_only=True,
                 ),
             ]
         }

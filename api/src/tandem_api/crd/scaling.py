@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration
 from tandem_api.validation import RULES_KEY, Satisfies, rule
 
@@ -59,12 +59,6 @@ class RoleRatio(Authored):
     """At least so many."""
     max: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """At most so many. Defaults to any number."""
-
-    @model_validator(mode="after")
-    def _is_bounded(self) -> RoleRatio:
-        if self.max is not None and self.min > self.max:
-            raise ValueError(f"min {_RATIO}")
-        return self
 
 
 class ScalingBehavior(Authored):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
@@ -22,7 +22,7 @@ from tandem_api.crd.expressions import (
     is_lone,
     rests_less,
 )
-from tandem_api.crd.fields import is_none, is_some
+from tandem_api.crd.fields import is_some
 from tandem_api.crd.gateway import Gateway
 from tandem_api.crd.model import Model
 from tandem_api.crd.observability import Observability
@@ -30,8 +30,7 @@ from tandem_api.crd.pods import Metadata
 from tandem_api.crd.roles import WorkerRole
 from tandem_api.crd.rollout import NO_ROOM, Drain, Rollout
 from tandem_api.crd.scaling import SLO, Autoscaling, ScaleToZero
-from tandem_api.engines import find_refusal, foreign_rules
-from tandem_api.quantities import parse_duration
+from tandem_api.engines import find_nameless, foreign_rules
 from tandem_api.validation import RULES_KEY, rule
 
 _NO_SLO = "is needed by a role with scaling.mode SLO: write slo.ttft.seconds and slo.tpot.seconds"
@@ -82,6 +81,7 @@ class InferenceModelSpec(Authored):
                     "needs expert and data ranks of both roles to be 1, because blocks are not yet moved between them:"
                     " leave prefill out, or use tensor and pipeline ranks",
                     path=".prefill",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
@@ -194,71 +194,9 @@ class InferenceModelSpec(Authored):
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
     @model_validator(mode="after")
-    def _has_room(self) -> InferenceModelSpec:
-        no_room = is_none(self.rollout.max_surge) and any(role.fewest == 1 for role in self.workers)
-        if self.rollout.canary is not None and no_room:
-            raise ValueError(f"rollout {NO_ROOM}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_scale(self) -> InferenceModelSpec:
-        modes, budget = {role.scaling.mode for role in self.workers}, self.autoscaling.gpu_budget
-        if self.slo is None and "SLO" in modes:
-            raise ValueError(f"slo {_NO_SLO}")
-        if self.rollout.canary is not None and "External" in modes:
-            raise ValueError(f"rollout.canary {_NO_TRIAL}")
-        if is_none(self.rollout.max_unavailable) and "External" in modes:
-            raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
-        if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
-            raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_engine(self) -> InferenceModelSpec:
-        refusal = find_refusal(self)
-        if refusal is not None:
-            raise ValueError(refusal)
-        return self
-
-    @model_validator(mode="after")
-    def _can_keep_blocks(self) -> InferenceModelSpec:
-        if self.kv.disk is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"kv.disk {_LONE_DISK}")
-        if self.kv.store is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"kv.store {_LONE_STORE}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_draft(self) -> InferenceModelSpec:
-        draft = self.engine.speculative.draft
-        if draft is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"engine.speculative.draft {_LONE_HEAD}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_rest(self) -> InferenceModelSpec:
-        standby = None if self.autoscaling.scale_to_zero is None else self.autoscaling.scale_to_zero.standby
-        if standby is None:
-            return self
-        if any(role.scaling.mode == "SLO" and standby.replicas > role.scaling.min for role in self.workers):
-            raise ValueError(f"autoscaling.scaleToZero.standby.replicas {_IDLE_STANDBY}")
-        if any(role.num_gpus > 1 for role in self.workers):
-            raise ValueError(f"autoscaling.scaleToZero.standby {_LONE_STANDBY}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_sleep(self) -> InferenceModelSpec:
-        modes, queue = {role.scaling.mode for role in self.workers}, self.gateway.queue
-        if self.autoscaling.scale_to_zero is None or modes == {"Static"}:
-            return self
-        if modes != {"SLO"}:
-            raise ValueError(f"autoscaling.scaleToZero {_SLEEPS_WHOLE}")
-        if self.gateway.replicas == 0:
-            raise ValueError(f"gateway.replicas {_NO_WAKER}")
-        if queue.max == 0:
-            raise ValueError(f"gateway.queue.max {_NOBODY_WAITS.format('1 or more')}")
-        if queue.ttl is not None and parse_duration(queue.ttl) < parse_duration(SHORTEST_TTL):
-            raise ValueError(f"gateway.queue.ttl {_NOBODY_WAITS.format(f'{SHORTEST_TTL} or more')}")
+    def _names_arguments(self) -> InferenceModelSpec:
+        if (sentence := find_nameless(self.engine.args)) is not None:
+            raise ValueError(sentence)
         return self
 
     @property
