@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration, Image, ModelURI, Quantity, Revision
 from tandem_api.crd.model import hub_only
@@ -101,7 +102,7 @@ class Engine(Authored):
     """Tokens computed in one engine step: longer prompts are prefilled in chunks of this size."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 256
     """Requests that one worker computes at a time; more wait in its queue."""
-    step_timeout: Duration | None = None
+    step_timeout: Annotated[Duration | None, Change.FOLLOWED] = None
     """A step of the engine that takes longer makes its worker unready, and at twice that the worker restarts: a GPU, a
     rank or a thread hangs. Slow steps are learned: three times the longest one before is always allowed. Defaults to
     15s; `0s` turns it off. Changing it restarts nothing."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import (
     Annotations,
@@ -241,40 +242,40 @@ class Gateway(Workload):
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
     a limit of 1Gi of memory."""
-    service: GatewayService = Field(default_factory=GatewayService)
+    service: Annotated[GatewayService, Change.OPERATOR] = Field(default_factory=GatewayService)
     """How clients reach the gateways."""
-    http_route: HTTPRoute | None = None
+    http_route: Annotated[HTTPRoute | None, Change.OPERATOR] = None
     """Route of the Gateway API to the Service, where its CRDs are installed."""
-    replicas: Annotated[int, Field(ge=0, le=100)] = 1
+    replicas: Annotated[int, Field(ge=0, le=100), Change.OPERATOR] = 1
     """Pods that take requests; any of them serves any client. With `scaling.mode: External` a Deployment that is new,
     or was suspended, begins with so many."""
-    scaling: GatewayScaling = Field(default_factory=GatewayScaling)
+    scaling: Annotated[GatewayScaling, Change.OPERATOR] = Field(default_factory=GatewayScaling)
     """Who decides how many there are."""
     image: Image | None = None
     """Gateway image. Defaults to the one of the operator's release."""
-    timeouts: Timeouts = Field(default_factory=Timeouts)
+    timeouts: Annotated[Timeouts, Change.FOLLOWED] = Field(default_factory=Timeouts)
     """When the gateway gives up on a request."""
-    cors: CORS | None = None
+    cors: Annotated[CORS | None, Change.FOLLOWED] = None
     """Let web pages of other origins use the model from a browser. Off where nothing is said. Changing it restarts
     nothing."""
-    queue: Queue = Field(default_factory=Queue)
+    queue: Annotated[Queue, Change.FOLLOWED] = Field(default_factory=Queue)
     """Requests that wait while no worker serves."""
-    link: LinkKind = "HTTP"
+    link: Annotated[LinkKind, Change.BOTH] = "HTTP"
     """How gateways ask workers. `Native`: over one connection for all requests, which costs both sides less per token
     and tells a worker that hangs within three seconds. Changing it restarts workers and gateways; meanwhile each worker
     is asked as it can be."""
     tls: GatewayTLS | None = None
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
-    response_store: ResponseStore | None = None
+    response_store: Annotated[ResponseStore | None, Change.FOLLOWED] = None
     """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
     nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
-    min_priority: Annotated[int, Field(ge=-1000, le=0)] = 0
+    min_priority: Annotated[int, Field(ge=-1000, le=0), Change.FOLLOWED] = 0
     """The lowest `priority` that clients may ask for. Lower ones run first, so by default a client can only stand back.
     Changing it restarts nothing."""
-    explain_routes: bool = False
+    explain_routes: Annotated[bool, Change.FOLLOWED] = False
     """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
     which tells who asks what others have asked. Changing it restarts nothing."""
-    convert_decode_workers: bool = True
+    convert_decode_workers: Annotated[bool, Change.FOLLOWED] = True
     """Let a decode worker compute a prompt itself while prefill workers are behind, in steps that take at most
     `slo.tpot.seconds` with a part of it. It needs prefill and decode workers that are apart, and `slo`. Changing it
     restarts nothing."""

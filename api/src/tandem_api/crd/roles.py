@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import RANKS_PER_POD_MAX, Quantity
 from tandem_api.crd.pods import RoleParallelism, Workload
@@ -91,10 +92,10 @@ class WorkerRole(Workload):
         }
     )
 
-    replicas: Annotated[int, Field(ge=0, le=1000)] = 1
+    replicas: Annotated[int, Field(ge=0, le=1000), Change.OPERATOR] = 1
     """Replicas of this role: each serves by itself and consists of `nodesPerReplica` pods. With another
     `scaling.mode` than `Static` a new StatefulSet begins with so many, and later it is not looked at."""
-    scaling: RoleScaling = Field(default_factory=RoleScaling)
+    scaling: Annotated[RoleScaling, Change.OPERATOR] = Field(default_factory=RoleScaling)
     """Who decides how many replicas there are."""
     nodes_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Pods of one replica, for models that need more devices than a node has. They start, serve and end as a group; the

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration
 from tandem_api.validation import RULES_KEY, Satisfies, rule
@@ -70,7 +71,7 @@ class ScalingBehavior(Authored):
 class Standby(Authored):
     """Workers that stay while a model sleeps: libraries are loaded, no weights and no blocks."""
 
-    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    replicas: Annotated[int, Field(ge=1, le=1000), Change.OPERATOR] = 1
     """Pods of each role; at most its `scaling.min`, which is what it has when the model wakes."""
 
 
@@ -83,7 +84,7 @@ class ScaleToZero(Authored):
     ] = "15m"
     """Both roles go to zero replicas when no gateway has had a request for so long. The next request wakes the model:
     each role gets its `scaling.min`."""
-    standby: Standby | None = None
+    standby: Annotated[Standby | None, Change.WORKERS] = None
     """Pods that stay meanwhile, with their nodes' resources, and serve as soon as they have read the weights. None stay
     where it is left out."""
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
+from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
@@ -163,34 +164,34 @@ class InferenceModelSpec(Authored):
         }
     )
 
-    model: Model
+    model: Annotated[Model, Change.WORKERS]
     """What is served."""
-    metadata: Metadata | None = None
+    metadata: Annotated[Metadata | None, Change.BOTH] = None
     """Added to the StatefulSets, the Deployment, their pods and their Services."""
-    prefill: WorkerRole | None = None
+    prefill: Annotated[WorkerRole | None, Change.WORKERS] = None
     """Workers that compute prompts. Leave it out for aggregated serving: decode workers then do both."""
-    decode: WorkerRole = Field(default_factory=WorkerRole)
+    decode: Annotated[WorkerRole, Change.WORKERS] = Field(default_factory=WorkerRole)
     """Workers that generate tokens."""
-    engine: Engine = Field(default_factory=Engine)
+    engine: Annotated[Engine, Change.WORKERS] = Field(default_factory=Engine)
     """How the workers compute."""
-    kv: KV = Field(default_factory=KV)
+    kv: Annotated[KV, Change.WORKERS] = Field(default_factory=KV)
     """The key-value cache and how it moves from prefill to decode workers."""
-    gateway: Gateway = Field(default_factory=Gateway)
+    gateway: Annotated[Gateway, Change.GATEWAYS] = Field(default_factory=Gateway)
     """The OpenAI-compatible endpoint."""
-    slo: SLO | None = None
+    slo: Annotated[SLO | None, Change.FOLLOWED] = None
     """What clients are to get. Roles with `scaling.mode: SLO` are scaled for it."""
-    autoscaling: Autoscaling = Field(default_factory=Autoscaling)
+    autoscaling: Annotated[Autoscaling, Change.OPERATOR] = Field(default_factory=Autoscaling)
     """How roles with `scaling.mode: SLO` are scaled."""
-    observability: Observability = Field(default_factory=Observability)
+    observability: Annotated[Observability, Change.FOLLOWED] = Field(default_factory=Observability)
     """What is told about requests."""
-    drain: Drain = Field(default_factory=Drain)
+    drain: Annotated[Drain, Change.FOLLOWED] = Field(default_factory=Drain)
     """How pods leave."""
-    rollout: Rollout = Field(default_factory=Rollout)
+    rollout: Annotated[Rollout, Change.OPERATOR] = Field(default_factory=Rollout)
     """How workers are replaced when something changes that they read at start."""
-    managed_by: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    managed_by: Annotated[Annotated[str, Field(min_length=1, max_length=63)] | None, Change.OPERATOR] = None
     """Which operator serves this model, where there are several: the one whose chart has the same `managedBy`. Without
     it that is one whose chart has none."""
-    suspend: bool = False
+    suspend: Annotated[bool, Change.OPERATOR] = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
     @model_validator(mode="after")
