@@ -13,8 +13,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.base import Authored
 from tandem_api.cel import holds, read_expression
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.errors import CELError
 from tandem_api.schema import Schema, custom_resource_definition
