@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.rooms import find_circles, find_package, measure
+from bench.rooms import (
+    find_circles,
+    find_package,
+    list_classes,
+    list_long,
+    list_packages,
+    measure,
+    print_table,
+    read_modules,
+)
 
 
 def lay_out(root: Path, files: dict[str, str], layers: str = "") -> None:
@@ -56,3 +65,24 @@ def test_without_a_contract_nothing_is_called_upward(tmp_path: Path) -> None:
 
 def test_a_circle_is_whoever_reaches_each_other() -> None:
     assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"e"}}) == [{"a", "b", "c"}]
+
+
+def test_large_classes_and_long_files_are_named(tmp_path: Path) -> None:
+    methods = "".join(f"    def m{number}(self): ...\n" for number in range(16))
+    few = methods.replace("    def m0(self): ...\n", "")
+    lay_out(tmp_path, FILES | {"alone.py": f"class Large:\n{methods}\nclass Small:\n{few}" + "\n" * 400})
+    folder = find_package(tmp_path, "toy")
+    assert list_classes(read_modules(folder)) == ["Large 16"]
+    assert [name.split()[0] for name in list_long(folder)] == ["alone.py"]
+
+
+def test_the_table_has_a_row_for_each_contract_that_a_checkout_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    assert {"tandem_api", "tandem_worker.engine"} <= set(list_packages(root))
+    lay_out(tmp_path, FILES)
+    print_table(tmp_path)
+    said = capsys.readouterr().out
+    assert "tandem_api" not in said, "another checkout need not have it"
+    assert "classes of more than 15 methods: 0" in said

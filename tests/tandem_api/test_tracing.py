@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api import tracing
+from tandem_api.collectors import check_collector
 from tandem_api.crd.observability import Tracing
 from tandem_api.launch import TracingConfig
 from tandem_api.span_export import SpanExport
-from tandem_api.tracing import Span, TraceContext, Tracer, read_context, read_environment
-from tandem_api.validation import check_collector
+from tandem_api.spans import Span, TraceContext, read_context
+from tandem_api.tracing import Tracer, read_environment
 
 from tests.collector import run_collector
 

@@ -1,25 +1,11 @@
-"""Base classes of the models that cross boundaries.
-
-What a person writes is parsed strictly: an unknown field is an error. What a peer or storage sends is parsed leniently:
-an unknown field comes from a newer version and is ignored.
+"""The base class of what Tandem's own processes send each other. What a peer or storage sends is parsed leniently: an
+unknown field comes from a newer version and is ignored. What a person writes is another matter: `crd.authored`.
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
-
-
-class Authored(BaseModel):
-    """Written by a person: camelCase, immutable, unknown fields refused. Attribute docstrings become descriptions."""
-
-    model_config = ConfigDict(
-        alias_generator=to_camel,
-        populate_by_name=True,
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-    )
 
 
 class Wire(BaseModel):

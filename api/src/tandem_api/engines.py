@@ -8,14 +8,12 @@ arguments.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from tandem_api.names import Role
 from tandem_api.validation import cel_string, rule
-
-if TYPE_CHECKING:
-    from tandem_api.crd.spec import InferenceModelSpec
 
 EngineKind = Literal["Tandem", "VLLM", "SGLang"]
 ENGINES: dict[str, EngineKind] = {kind: kind for kind in get_args(EngineKind)}
@@ -213,7 +211,7 @@ _NO_ARGS = f"are for the kinds {' and '.join(FOREIGN_ENGINES)}: remove them, Tan
 
 
 def foreign_rules() -> list[Any]:
-    """The rules of a spec about engines of other projects, for the API server."""
+    """The rules of a spec about engines of other projects."""
     rules = [rule(f"!({_FOREIGN}) || ({limit.holds})", limit.message, path=limit.path) for limit in _LIMITS]
     rules.append(
         rule(f"{_FOREIGN} || !has(self.engine) || !has(self.engine.args) || size(self.engine.args) == 0", _NO_ARGS,
@@ -225,6 +223,7 @@ def foreign_rules() -> list[Any]:
             f" || !self.engine.args[0].matches({cel_string(f'^({_BARE})')})",
             _NAMELESS,
             path=".engine.args",
+            server_only=True,  # `find_nameless` looks at all of them
         )
     )
     for kind, engine in FOREIGN_ENGINES.items():
@@ -239,49 +238,10 @@ def foreign_rules() -> list[Any]:
     return rules
 
 
-def find_refusal(spec: InferenceModelSpec) -> str | None:
-    """The same rules, for an object that no API server has judged: the first sentence that applies."""
-    engine, kv, workers = spec.engine, spec.kv, spec.workers
-    guesses = engine.speculative
-    if engine.kind == "Tandem":
-        return f"engine.args {_NO_ARGS}" if engine.args else None
-    modes = {role.scaling.mode for role in workers}
-    ranks = [role.parallelism for role in workers]
-    broken = (
-        spec.model.cache is not None and spec.model.cache.prewarm,
-        spec.model.cache is not None and spec.model.cache.pack != "None",
-        engine.device == "CPU",
-        engine.max_batch_tokens != 2048,
-        engine.max_running_requests != 256,
-        engine.step_timeout is not None,
-        engine.free_form_grammars,
-        engine.request_chat_templates,
-        engine.tools != "Auto",
-        engine.generation_settings != "Model",
-        engine.weights != "Auto",
-        guesses.method not in {"Auto", "Off"}
-        or (guesses.max_tokens, guesses.adaptive, guesses.history, guesses.draft) != (8, True, "64Mi", None),
-        kv.memory is not None,
-        kv.disk is not None,
-        kv.store is not None,
-        kv.peers != "Off",
-        kv.transport != "Auto",
-        kv.allow_fallback,
-        not kv.verify,
-        spec.gateway.link != "HTTP",
-        spec.slo is not None,
-        "SLO" in modes,
-        spec.autoscaling.scale_to_zero is not None,
-        any(role.nodes_per_replica != 1 for role in workers),
-        any(axes.expert != 1 or axes.data != 1 for axes in ranks),
-    )
-    for limit, is_broken in zip(_LIMITS, broken, strict=True):
-        if is_broken:
-            return f"{limit.path[1:]} {limit.message}"
-    own = re.compile(FOREIGN_ENGINES[engine.kind].own_pattern)
-    if any(map(own.match, engine.args)):
-        return f"engine.args {_OWN}"
-    for number, (before, each) in enumerate(zip(["-=", *engine.args], engine.args, strict=False)):
+def find_nameless(arguments: Sequence[str]) -> str | None:
+    """The sentence about the first argument that is the value of none, or of one that has its value already: CEL cannot
+    compare what stands one after another."""
+    for number, (before, each) in enumerate(zip(["-=", *arguments], arguments, strict=False)):
         if re.match(_BARE, each) and re.match(_WHOLE, before):
             return f"engine.args[{number}] is {each!r:.80}, which {_NAMELESS}"
     return None

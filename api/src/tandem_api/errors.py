@@ -1,7 +1,8 @@
 """Errors of this package.
 
 TandemAPIError
-└── SchemaError        a type has no structural form (found when the CRD is generated)
+├── SchemaError        a type has no structural form (found when the CRD is generated)
+└── CELError           a rule cannot be read, or reads what is not there
 """
 
 
@@ -11,3 +12,7 @@ class TandemAPIError(Exception):
 
 class SchemaError(TandemAPIError):
     """A type cannot be said as a structural schema."""
+
+
+class CELError(TandemAPIError):
+    """A rule is not of the part of CEL that is known here, or does not fit the object that it is asked about."""

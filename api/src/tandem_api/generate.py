@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
+from tandem_api.changes import change_of
 from tandem_api.crd.fields import MODEL_NAME_MAX
+from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.names import GROUP
 from tandem_api.schema import Schema, custom_resource_definition
 from tandem_api.validation import RULES_KEY
@@ -71,39 +75,51 @@ def _reference(definition: Schema) -> str:
         "",
         _meaning(root["spec"]),
         "",
-        *_table(root["spec"], prefix=""),
+        "*A change* says what comes of another value while pods run: they are replaced, or they follow it, or it is a",
+        "matter of the operator's alone. [What rolls, and what does not](operations.md#rollouts) has more.",
+        "",
+        *_table(root["spec"], of=InferenceModelSpec),
         "",
         "## status",
         "",
-        *_table(root["status"], prefix=""),
+        *_table(root["status"]),
         "",
         "What the conditions mean and what to do about them: [operations.md](operations.md).",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _table(schema: Schema, *, prefix: str) -> list[str]:
-    return ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *_rows(schema, prefix=prefix)]
+def _table(schema: Schema, *, of: type[BaseModel] | None = None) -> list[str]:
+    heads = ["Field", "Type", "Default", *([] if of is None else ["A change"]), "Meaning"]
+    return [_row(heads), "|" + "---|" * len(heads), *_rows(schema, path=(), of=of)]
 
 
-def _rows(schema: Schema, *, prefix: str) -> list[str]:
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _rows(schema: Schema, *, path: tuple[str, ...], of: type[BaseModel] | None) -> list[str]:
+    """`of` is the type whose fields declare what a change of them comes to; None where they do not."""
     rows: list[str] = []
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
-        default = field.get("default", "")
-        shown = (
-            "required" if name in required else f"`{str(default).lower()}`" if isinstance(default, bool) else default
-        )
-        shown = (
-            f"`{shown}`"
-            if isinstance(shown, (str, int)) and shown not in ("", "required") and shown is default
-            else shown
-        )
-        cells = [f"`{prefix}{name}`", _type(field), "" if shown == {} else str(shown), _meaning(field)]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        items = field.get("items", {})
-        rows += _rows(field, prefix=f"{prefix}{name}.") + _rows(items, prefix=f"{prefix}{name}[].")
+        here = (*path, name)
+        default = "required" if name in required else _default(field.get("default", ""))
+        cells = [f"`{'.'.join(here)}`", _type(field), default]
+        if of is not None:
+            change = change_of(of, [each.removesuffix("[]") for each in here])
+            cells.append("" if "properties" in field else str(change))
+        rows.append(_row([*cells, _meaning(field)]))
+        rows += _rows(field, path=here, of=of) + _rows(field.get("items", {}), path=(*path, f"{name}[]"), of=of)
     return rows
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, (str, int)):
+        return f"`{value}`" if value != "" else ""
+    return "" if value == {} else str(value)
 
 
 def _type(field: Schema) -> str:

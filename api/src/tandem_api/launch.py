@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from tandem_api.base import Wire
+from tandem_api.changes import Change
+from tandem_api.collectors import check_collector
 from tandem_api.names import (
     GATEWAY_HTTP_PORT,
     GATEWAY_HTTPS_PORT,
@@ -26,7 +28,6 @@ from tandem_api.names import (
     WORKER_METRICS_PORT,
     Role,
 )
-from tandem_api.validation import check_collector
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
@@ -226,11 +227,12 @@ class TracingConfig(Wire):
 
 
 class WorkerConfig(Wire):
-    """Everything a worker pod needs to know."""
+    """Everything a worker pod needs to know. Fields that are followed a running worker reads when it needs them, or
+    leaves to the gateways that show it a key, as it does with the served name: a change restarts nothing."""
 
     model_name: str
     """Name of the InferenceModel."""
-    served_name: str
+    served_name: Annotated[str, Change.FOLLOWED]
     """Name that clients pass as `model`."""
     role: Role
     revision: str
@@ -261,25 +263,18 @@ class WorkerConfig(Wire):
     tools: ToolForm = "Auto"
     generation_settings: GenerationSettings = "Model"
     """Whether the sampling settings of the model's `generation_config.json` stand for what a request does not say."""
-    drain_timeout_seconds: float = 60.0
+    drain_timeout_seconds: Annotated[float, Change.FOLLOWED] = 60.0
     """How long running requests may finish after SIGTERM."""
-    step_timeout_seconds: float | None = None
+    step_timeout_seconds: Annotated[float | None, Change.FOLLOWED] = None
     """A step of the engine that takes longer, and three times as long as any step before it, makes the worker unready;
     at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
-    ttft_target: TTFTDeadline | None = None
+    ttft_target: Annotated[TTFTDeadline | None, Change.FOLLOWED] = None
     """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
-    tracing: TracingConfig | None = None
+    tracing: Annotated[TracingConfig | None, Change.FOLLOWED] = None
     """None: unless the environment says so, spans are recorded of no request."""
-    standby: bool = False
+    standby: Annotated[bool, Change.FOLLOWED] = False
     """The start stops before it takes memory for weights and blocks, and goes on once this is false, or a gateway asks
     it to."""
-
-
-WORKER_READS_AGAIN = frozenset(
-    {"drain_timeout_seconds", "served_name", "standby", "step_timeout_seconds", "tracing", "ttft_target"}
-)
-"""Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
-key, as it does with the served name: a change restarts nothing."""
 
 
 class GatewayTimeouts(Wire):
@@ -349,12 +344,13 @@ class StoreLimits(Wire):
 
 
 class GatewayConfig(Wire):
-    """Everything a gateway pod needs to know."""
+    """Everything a gateway pod needs to know. Fields that are followed come again in `GatewayRouting`, or are found: a
+    change restarts nothing."""
 
     model_name: str
-    served_name: str
+    served_name: Annotated[str, Change.FOLLOWED]
     namespace: str
-    disaggregated: bool
+    disaggregated: Annotated[bool, Change.FOLLOWED]
     """True when prefill workers exist as a role of their own. Gateways of earlier releases want the field; those of
     this one go by the workers that they find."""
     http_port: int = GATEWAY_HTTP_PORT
@@ -366,36 +362,26 @@ class GatewayConfig(Wire):
     """Request bodies, and answers in one piece, that may be in memory at once."""
     max_connections: int = 8192
     """Connections of clients, at once; fewer where the process may not have two descriptors for each."""
-    timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
-    queue: GatewayQueue = Field(default_factory=GatewayQueue)
-    drain_timeout_seconds: float = 60.0
-    cors: CORSRules | None = None
+    timeouts: Annotated[GatewayTimeouts, Change.FOLLOWED] = Field(default_factory=GatewayTimeouts)
+    queue: Annotated[GatewayQueue, Change.FOLLOWED] = Field(default_factory=GatewayQueue)
+    drain_timeout_seconds: Annotated[float, Change.FOLLOWED] = 60.0
+    cors: Annotated[CORSRules | None, Change.FOLLOWED] = None
     """None: browsers show answers to no page of another origin."""
     link: LinkKind = "HTTP"
     """`Native`: one multiplexed connection to each worker that has a port called `link`, HTTP to the others."""
     tls: ClientTLS | None = None
     """None: clients are served at `http_port`, without TLS."""
-    tracing: TracingConfig | None = None
+    tracing: Annotated[TracingConfig | None, Change.FOLLOWED] = None
     """None: unless the environment says so, requests are not traced."""
-    response_store: StoreLimits | None = None
+    response_store: Annotated[StoreLimits | None, Change.FOLLOWED] = None
     """None: no response is kept."""
-    min_priority: int = 0
+    min_priority: Annotated[int, Change.FOLLOWED] = 0
     """The lowest `priority` that a request may have: lower ones run first."""
-    explain: bool = False
+    explain: Annotated[bool, Change.FOLLOWED] = False
     """Clients that ask are told where their request went, and what was expected to be cached there."""
-    convert_step_seconds: float | None = None
+    convert_step_seconds: Annotated[float | None, Change.FOLLOWED] = None
     """Decode workers compute prompts themselves while prefill workers are behind, in steps that take at most so long
     with a part of such a prompt; None: only where no prefill worker serves."""
-
-
-GATEWAY_FOLLOWS = frozenset(
-    {
-        "cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing",
-        "response_store", "min_priority", "explain", "convert_step_seconds",
-    }
-)  # fmt: skip
-"""Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
-nothing."""
 
 
 class CanaryTraffic(Wire):

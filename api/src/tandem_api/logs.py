@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from tandem_api.tracing import read_context
+from tandem_api.spans import read_context
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 

@@ -15,7 +15,7 @@ from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.crd.status import InferenceModelStatus
 from tandem_api.errors import SchemaError
 from tandem_api.names import GROUP, KIND, PLURAL, VERSION
-from tandem_api.validation import RULES_KEY
+from tandem_api.validation import RULES_KEY, published
 
 Schema = dict[str, Any]
 
@@ -111,6 +111,8 @@ def _structural(source: Schema, *, definitions: Schema, path: str) -> Schema:
         if key in source and not (key == "default" and source[key] is None):
             result[_RENAMED_FOR_MAPS.get(key, key) if is_map else key] = source[key]
     result |= {key: value for key, value in source.items() if key.startswith("x-kubernetes-")}
+    if RULES_KEY in result:
+        result[RULES_KEY] = [published(entry) for entry in result[RULES_KEY]]
     if unknown := set(source) - set(_KEPT) - set(_DROPPED) - set(result):
         raise SchemaError(f"{path}: {', '.join(sorted(unknown))} has no structural form")
     if "description" in result:

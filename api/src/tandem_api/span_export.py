@@ -30,7 +30,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from tandem_api.tracing import Span, TraceContext, Value
+from tandem_api.spans import Span, TraceContext, Value
 from tandem_api.version import VERSION
 
 MAX_ANSWER_BYTES = 64 * 1024

@@ -6,13 +6,16 @@ The message is a sentence that says what to write; the API server puts the field
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from functools import cache
+from typing import Any, cast
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
+
+from tandem_api.cel import holds
 
 RULES_KEY = "x-kubernetes-validations"
 
@@ -22,36 +25,49 @@ def cel_string(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def rule(expression: str, message: str, *, path: str | None = None, figures: str | None = None) -> Any:
+SERVER_ONLY = "serverOnly"
+"""In a rule as it is declared, not in the CRD."""
+
+
+def rule(
+    expression: str,
+    message: str,
+    *,
+    path: str | None = None,
+    figures: str | None = None,
+    server_only: bool = False,
+) -> Any:
     """One CEL rule. `path` is relative to where the rule stands, for example `.revision`. `figures` is a CEL expression
-    for a message with the numbers at hand, which the API server shows instead."""
-    entry = {"rule": expression, "message": message}
+    for a message with the numbers at hand, which the API server shows instead. `server_only`: objects that were stored
+    before there was the rule are let pass, so pydantic does not judge by it."""
+    entry: dict[str, Any] = {"rule": expression, "message": message}
     if figures is not None:
         entry["messageExpression"] = figures
     if path is not None:
         entry["fieldPath"] = path
+    if server_only:
+        entry[SERVER_ONLY] = True
     return entry
 
 
-def check_collector(url: str) -> str:
-    """The URL of a collector as it is given, where one can be reached by it.
+def published(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule as the CRD has it."""
+    return {key: value for key, value in entry.items() if key != SERVER_ONLY}
 
-    Raises:
-        ValueError: with a sentence that says what to write instead. It does not repeat a password.
-    """
-    advice = (
-        "write the URL of a collector that takes OTLP over HTTP, for example http://collector.observability.svc:4318"
-    )
-    try:
-        parts = urlsplit(url)
-        well = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:
-        raise ValueError(f"the collector's URL cannot be read ({error}); {advice}") from error
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("the collector's URL names a user; put what it wants to see into OTEL_EXPORTER_OTLP_HEADERS")
-    if not well or not url.isprintable() or " " in url:
-        raise ValueError(f"{url[:200]!r} is no URL of a collector; {advice}")
-    return url
+
+def find_broken(model: BaseModel) -> str | None:
+    """The sentence of the first rule of its type that an object breaks; None where it keeps them all."""
+    for entry in _rules_of(type(model)):
+        if not holds(entry["rule"], model):
+            return f"{entry.get('fieldPath', '.')[1:]} {entry['message']}".lstrip()
+    return None
+
+
+@cache
+def _rules_of(model: type[BaseModel]) -> tuple[dict[str, Any], ...]:
+    extra = model.model_config.get("json_schema_extra")
+    declared = cast(dict[str, Any], extra).get(RULES_KEY, ()) if isinstance(extra, dict) else ()
+    return tuple(entry for entry in declared if not entry.get(SERVER_ONLY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +124,21 @@ class Lacks:
 
 @dataclass(frozen=True, slots=True)
 class Satisfies:
-    """A CEL expression over `self` that the API server alone judges; pydantic lets the value pass."""
+    """A CEL expression over `self`."""
 
     expression: str
     message: str
+    server_only: bool = True
+    """The API server alone judges: values that were stored before there was the rule are let pass."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        return schema if self.server_only else core_schema.no_info_after_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        if not holds(self.expression, value):
+            raise ValueError(self.message)
+        return value
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         result = handler(schema)

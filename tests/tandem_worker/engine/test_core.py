@@ -15,8 +15,8 @@ import torch
 from tandem_api.launch import TTFTDeadline
 from tandem_worker.engine import runner
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
-from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.execute.step import StepAbandonedError
+from tandem_worker.engine.lanes import LaneRunner
 from tandem_worker.engine.schedule.params import FinishReason, SamplingParams, TokenDelta
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request

@@ -11,7 +11,7 @@ import httpx
 
 MOST = {
     "torch": 690, "tandem_worker": 303, "numpy": 86, "cuda": 53, "pydantic": 46, "uvicorn": 27,
-    "jinja2": 22, "prometheus_client": 20, "starlette": 17, "tokenizers": 15, "tandem_api": 14, "click": 13,
+    "jinja2": 22, "prometheus_client": 20, "starlette": 17, "tokenizers": 15, "tandem_api": 16, "click": 13,
 }  # fmt: skip
 """Modules by package. One that is not here may have `OTHERS`."""
 OTHERS = 10

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.tracing import TraceContext
+from tandem_api.spans import TraceContext
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.trace import Hop
 from tandem_worker.transfer import protocol

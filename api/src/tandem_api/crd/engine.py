@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration, Image, ModelURI, Quantity, Revision
 from tandem_api.crd.model import hub_only
 from tandem_api.engines import EngineKind
 from tandem_api.launch import Device, DType, GenerationSettings, SpeculativeMethod, ToolForm, WeightsForm
-from tandem_api.quantities import parse_quantity
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 EngineArgument = Annotated[
@@ -73,14 +73,6 @@ class Speculative(Authored):
         """The head that workers load."""
         return None if self.method == "Off" else self.draft
 
-    @model_validator(mode="after")
-    def _has_its_head(self) -> Speculative:
-        if self.method == "Draft" and self.draft is None:
-            raise ValueError(f"draft {_NO_HEAD}")
-        if self.method == "Lookup" and self.draft is not None:
-            raise ValueError(f"draft {_HEADLESS}")
-        return self
-
 
 class Engine(Authored):
     kind: EngineKind = "Tandem"
@@ -110,7 +102,7 @@ class Engine(Authored):
     """Tokens computed in one engine step: longer prompts are prefilled in chunks of this size."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 256
     """Requests that one worker computes at a time; more wait in its queue."""
-    step_timeout: Duration | None = None
+    step_timeout: Annotated[Duration | None, Change.FOLLOWED] = None
     """A step of the engine that takes longer makes its worker unready, and at twice that the worker restarts: a GPU, a
     rank or a thread hangs. Slow steps are learned: three times the longest one before is always allowed. Defaults to
     15s; `0s` turns it off. Changing it restarts nothing."""
@@ -242,20 +234,6 @@ class KV(Authored):
     than computing them; gateways tell them who has which. Every worker then listens at its KV port, and may reach those
     of all others of the model. Workers of several ranks neither give nor take."""
 
-    @model_validator(mode="after")
-    def _fallback_is_from_something(self) -> KV:
-        if self.allow_fallback and self.transport != "Mooncake":
-            raise ValueError(f"allowFallback {_NO_FALLBACK}")
-        return self
-
     store: KVStore | None = None
     """Share blocks with the model's other workers through a store, where what one has computed others find. Without it
     each computes for itself. It is for workers of one rank."""
-
-    @model_validator(mode="after")
-    def _disk_is_larger(self) -> KV:
-        if self.disk is None or self.memory is None:
-            return self
-        if parse_quantity(self.disk.size) <= parse_quantity(self.memory):
-            raise ValueError(f"disk.size {_SMALL_DISK}")
-        return self

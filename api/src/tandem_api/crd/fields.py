@@ -127,4 +127,5 @@ _NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED
 def unreserved(field: str) -> Any:
     """A rule that a map of labels or annotations has none of the operator's."""
     message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
-    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
+    expression = f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})"
+    return rule(expression, message, path=f".{field}", server_only=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import (
     Annotations,
     ClientTimeout,
@@ -20,7 +21,6 @@ from tandem_api.crd.fields import (
 )
 from tandem_api.crd.pods import Resources, Workload
 from tandem_api.launch import LinkKind, TLSVersion
-from tandem_api.quantities import parse_quantity
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 
@@ -51,16 +51,19 @@ class GatewayService(Authored):
                     "!has(self.nodePort) || self.type != 'ClusterIP'",
                     "is for a type of NodePort or LoadBalancer: remove it, or change type",
                     path=".nodePort",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.externalTrafficPolicy) || self.type != 'ClusterIP'",
                     "is for a type of NodePort or LoadBalancer: remove it, or change type",
                     path=".externalTrafficPolicy",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
                     "is for a type of LoadBalancer: remove it, or change type",
                     path=".loadBalancerClass",
+                    server_only=True,
                 ),
                 unreserved("labels"),
                 unreserved("annotations"),
@@ -146,6 +149,7 @@ class CORS(Authored):
                     "!has(self.allowCredentials) || !self.allowCredentials || !('*' in self.allowOrigins)",
                     "must name the origins where allowCredentials is true: browsers take no * then",
                     path=".allowOrigins",
+                    server_only=True,
                 )
             ]
         }
@@ -238,51 +242,40 @@ class Gateway(Workload):
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
     a limit of 1Gi of memory."""
-    service: GatewayService = Field(default_factory=GatewayService)
+    service: Annotated[GatewayService, Change.OPERATOR] = Field(default_factory=GatewayService)
     """How clients reach the gateways."""
-    http_route: HTTPRoute | None = None
+    http_route: Annotated[HTTPRoute | None, Change.OPERATOR] = None
     """Route of the Gateway API to the Service, where its CRDs are installed."""
-    replicas: Annotated[int, Field(ge=0, le=100)] = 1
+    replicas: Annotated[int, Field(ge=0, le=100), Change.OPERATOR] = 1
     """Pods that take requests; any of them serves any client. With `scaling.mode: External` a Deployment that is new,
     or was suspended, begins with so many."""
-    scaling: GatewayScaling = Field(default_factory=GatewayScaling)
+    scaling: Annotated[GatewayScaling, Change.OPERATOR] = Field(default_factory=GatewayScaling)
     """Who decides how many there are."""
     image: Image | None = None
     """Gateway image. Defaults to the one of the operator's release."""
-    timeouts: Timeouts = Field(default_factory=Timeouts)
+    timeouts: Annotated[Timeouts, Change.FOLLOWED] = Field(default_factory=Timeouts)
     """When the gateway gives up on a request."""
-    cors: CORS | None = None
+    cors: Annotated[CORS | None, Change.FOLLOWED] = None
     """Let web pages of other origins use the model from a browser. Off where nothing is said. Changing it restarts
     nothing."""
-    queue: Queue = Field(default_factory=Queue)
+    queue: Annotated[Queue, Change.FOLLOWED] = Field(default_factory=Queue)
     """Requests that wait while no worker serves."""
-    link: LinkKind = "HTTP"
+    link: Annotated[LinkKind, Change.BOTH] = "HTTP"
     """How gateways ask workers. `Native`: over one connection for all requests, which costs both sides less per token
     and tells a worker that hangs within three seconds. Changing it restarts workers and gateways; meanwhile each worker
     is asked as it can be."""
     tls: GatewayTLS | None = None
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
-    response_store: ResponseStore | None = None
+    response_store: Annotated[ResponseStore | None, Change.FOLLOWED] = None
     """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
     nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
-    min_priority: Annotated[int, Field(ge=-1000, le=0)] = 0
+    min_priority: Annotated[int, Field(ge=-1000, le=0), Change.FOLLOWED] = 0
     """The lowest `priority` that clients may ask for. Lower ones run first, so by default a client can only stand back.
     Changing it restarts nothing."""
-    explain_routes: bool = False
+    explain_routes: Annotated[bool, Change.FOLLOWED] = False
     """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
     which tells who asks what others have asked. Changing it restarts nothing."""
-    convert_decode_workers: bool = True
+    convert_decode_workers: Annotated[bool, Change.FOLLOWED] = True
     """Let a decode worker compute a prompt itself while prefill workers are behind, in steps that take at most
     `slo.tpot.seconds` with a part of it. It needs prefill and decode workers that are apart, and `slo`. Changing it
     restarts nothing."""
-
-    @model_validator(mode="after")
-    def _has_room_for_responses(self) -> Gateway:
-        store, memory = self.response_store, self.resources.limits.get("memory")
-        if store is not None and self.replicas > 1:
-            raise ValueError(f"replicas {_ONE_GATEWAY}")
-        if store is not None and self.scaling.mode != "Static":
-            raise ValueError(f"scaling.mode {_ONE_GATEWAY}")
-        if store is not None and memory is not None and parse_quantity(memory) < 4 * parse_quantity(store.max_bytes):
-            raise ValueError(f"responseStore.maxBytes {_STORE_TOO_LARGE}")
-        return self

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import ModelURI, ObjectName, Revision
 from tandem_api.validation import RULES_KEY, Matches, rule
 
@@ -57,7 +58,7 @@ class ModelCache(Authored):
     ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
     peers: bool = False
     """Workers get the model's files from each other, and from the hub what nobody has."""
-    prewarm: bool = False
+    prewarm: Annotated[bool, Change.OPERATOR] = False
     """A Job downloads, verifies and prepares the model in the claim before workers start, and before a new revision
     rolls out."""
     pack: Literal["Fixed", "Archive", "None"] = "None"
@@ -65,20 +66,19 @@ class ModelCache(Authored):
     the packed copy alone there. `Archive`: a third smaller. `Fixed`: a quarter smaller, read without work under
     `engine.weights: Lossless`. Takes room for both copies meanwhile, and switches `peers` off."""
 
-    @model_validator(mode="after")
-    def _has_a_claim(self) -> ModelCache:
-        if self.prewarm and self.persistent_volume_claim is None:
-            raise ValueError(f"prewarm {_NO_CLAIM}")
-        if self.pack != "None" and self.persistent_volume_claim is None:
-            raise ValueError(f"pack {_NOTHING_KEPT}")
-        return self
-
 
 def hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:
     """A rule that `field` is written only beside an hf:// uri."""
     absent = f"!has(self.{field})" + ("" if unset is None else f" || self.{field} == '{unset}'")
     message = f"is {meaning} of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY"
-    return rule(f"{absent} || self.uri.startsWith('hf://')", message, path=f".{field}")
+    return rule(f"{absent} || self.uri.startsWith('hf://')", message, path=f".{field}", server_only=True)
+
+
+ServedName = Annotated[
+    str,
+    Matches(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*", "must be letters, digits and '_.:/-', for example smollm2"),
+    Field(max_length=128),
+]
 
 
 class Model(Authored):
@@ -92,6 +92,7 @@ class Model(Authored):
                     "!has(self.followRevision) || !self.followRevision || self.uri.startsWith('hf://')",
                     "is about the branch of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY",
                     path=".followRevision",
+                    server_only=True,
                 ),
             ]
         }
@@ -103,16 +104,9 @@ class Model(Authored):
     revision: Revision = "main"
     """Branch, tag or commit of an `hf://` repository. The operator asks once which commit a branch or tag is, and all
     workers load that one: see `status.model`."""
-    follow_revision: bool = False
+    follow_revision: Annotated[bool, Change.OPERATOR] = False
     """Replace the workers whenever the branch of `revision` has moved. Otherwise that is only reported."""
-    served_name: (
-        Annotated[
-            str,
-            Matches(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*", "must be letters, digits and '_.:/-', for example smollm2"),
-            Field(max_length=128),
-        ]
-        | None
-    ) = None
+    served_name: Annotated[ServedName | None, Change.FOLLOWED] = None
     """What clients pass as `model`. Defaults to the object's name."""
     secret_ref: SecretKey | None = None
     """Access token for a private `hf://` repository."""

@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from tandem_api.base import Authored
-from tandem_api.validation import Matches, check_collector
+from tandem_api.collectors import check_collector
+from tandem_api.crd.authored import Authored
+from tandem_api.validation import Matches
 
 _PORT = "6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}"
 """1 to 65535."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import (
     Annotations,
     LabelKey,
@@ -40,6 +40,7 @@ class Resources(Authored):
                     " || quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
                     "must not be above the limit of the same resource: lower the request or raise the limit",
                     path=".requests",
+                    server_only=True,
                 )
             ]
         }
@@ -119,6 +120,7 @@ class PodClaim(Authored):
                 rule(
                     "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
                     "must name a claim or a template of claims: write resourceClaimName or resourceClaimTemplateName",
+                    server_only=True,
                 )
             ]
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import RANKS_PER_POD_MAX, Quantity
 from tandem_api.crd.pods import RoleParallelism, Workload
 from tandem_api.validation import RULES_KEY, rule
@@ -38,14 +39,6 @@ class RoleScaling(Authored):
     max: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Most replicas in the mode `SLO`, which needs it. Other modes do not look at it."""
 
-    @model_validator(mode="after")
-    def _is_bounded(self) -> RoleScaling:
-        if self.mode == "SLO" and self.max is None:
-            raise ValueError(f"max {_NO_MAX}")
-        if self.max is not None and self.min > self.max:
-            raise ValueError(f"min {_BOUNDS}")
-        return self
-
 
 _SPREAD = "!has(self.parallelism) || "
 """The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
@@ -76,6 +69,7 @@ class WorkerRole(Workload):
                     f"{_SPREAD}({_RANKS}) / self.nodesPerReplica <= {RANKS_PER_POD_MAX}",
                     f"puts more than {RANKS_PER_POD_MAX} ranks into a pod: raise nodesPerReplica",
                     path=".parallelism",
+                    server_only=True,
                 ),
                 rule(
                     f"{_SPREAD}!has(self.resources) || !has(self.resources.limits)"
@@ -86,6 +80,7 @@ class WorkerRole(Workload):
                     " nodesPerReplica",
                     path=".resources.limits",
                     figures=_GPUS_SHOULD_BE,
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'"
@@ -97,10 +92,10 @@ class WorkerRole(Workload):
         }
     )
 
-    replicas: Annotated[int, Field(ge=0, le=1000)] = 1
+    replicas: Annotated[int, Field(ge=0, le=1000), Change.OPERATOR] = 1
     """Replicas of this role: each serves by itself and consists of `nodesPerReplica` pods. With another
     `scaling.mode` than `Static` a new StatefulSet begins with so many, and later it is not looked at."""
-    scaling: RoleScaling = Field(default_factory=RoleScaling)
+    scaling: Annotated[RoleScaling, Change.OPERATOR] = Field(default_factory=RoleScaling)
     """Who decides how many replicas there are."""
     nodes_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Pods of one replica, for models that need more devices than a node has. They start, serve and end as a group; the
@@ -119,14 +114,6 @@ class WorkerRole(Workload):
     def ranks_per_pod(self) -> int:
         """Processes, and devices, of one pod."""
         return self.parallelism.for_launch().num_ranks // self.nodes_per_replica
-
-    @model_validator(mode="after")
-    def _divides(self) -> WorkerRole:
-        if self.parallelism.for_launch().num_ranks % self.nodes_per_replica:
-            raise ValueError(f"nodesPerReplica {_UNEVEN}")
-        if self.scaling.mode == "External" and self.nodes_per_replica > 1:
-            raise ValueError(f"scaling.mode {_PODS_APART}")
-        return self
 
     @property
     def num_gpus(self) -> int:

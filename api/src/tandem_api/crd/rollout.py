@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration, Share, count_share, is_none, is_some
 from tandem_api.validation import RULES_KEY, Satisfies, rule
 
@@ -52,12 +52,6 @@ class MaxTTFT(Authored):
     duration: Duration | None = None
     """How long it may be, whatever the other workers take."""
 
-    @model_validator(mode="after")
-    def _says_one(self) -> MaxTTFT:
-        if (self.factor is None) == (self.duration is None):
-            raise ValueError("needs either a factor of what the other workers take, or a duration: write one of them")
-        return self
-
 
 _RISING = "must not fall from step to step: give each step at least the weight of the one before"
 
@@ -66,7 +60,7 @@ class Canary(Authored):
     steps: Annotated[
         list[CanaryStep],
         Field(min_length=1, max_length=20),
-        Satisfies("self.map(step, step.weight).isSorted()", _RISING),
+        Satisfies("self.map(step, step.weight).isSorted()", _RISING, server_only=False),
     ]
     """Shares of traffic, one after another. After the last one all workers are replaced."""
     max_error_rate: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
@@ -77,13 +71,6 @@ class Canary(Authored):
     min_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 20
     """Requests that the canary must have answered in a step before `maxErrorRate` and `maxTTFT` are judged. A step goes
     on until there were as many; without these limits none is needed."""
-
-    @model_validator(mode="after")
-    def _rises(self) -> Canary:
-        weights = [step.weight for step in self.steps]
-        if weights != sorted(weights):
-            raise ValueError(f"steps: weight {_RISING}")
-        return self
 
 
 _SURGE = "25%"
@@ -146,14 +133,6 @@ class Rollout(Authored):
     chart, which is false."""
     revision_history_limit: Annotated[int, Field(ge=1, le=100)] = 10
     """Revisions that are kept, besides those in use."""
-
-    @model_validator(mode="after")
-    def _can_move(self) -> Rollout:
-        if is_none(self.max_surge) and is_none(self.max_unavailable):
-            raise ValueError(f"maxSurge {_NO_BUDGET}")
-        if self.canary is not None and self.type == "Recreate":
-            raise ValueError(f"canary {_NO_CANARY}")
-        return self
 
     def surge_of(self, replicas: int) -> int:
         """Replicas that a role of so many may have on top while it is changed."""

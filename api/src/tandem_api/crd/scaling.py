@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration
 from tandem_api.validation import RULES_KEY, Satisfies, rule
 
@@ -60,12 +61,6 @@ class RoleRatio(Authored):
     max: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """At most so many. Defaults to any number."""
 
-    @model_validator(mode="after")
-    def _is_bounded(self) -> RoleRatio:
-        if self.max is not None and self.min > self.max:
-            raise ValueError(f"min {_RATIO}")
-        return self
-
 
 class ScalingBehavior(Authored):
     scale_down_stabilization: Duration = "10m"
@@ -76,7 +71,7 @@ class ScalingBehavior(Authored):
 class Standby(Authored):
     """Workers that stay while a model sleeps: libraries are loaded, no weights and no blocks."""
 
-    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    replicas: Annotated[int, Field(ge=1, le=1000), Change.OPERATOR] = 1
     """Pods of each role; at most its `scaling.min`, which is what it has when the model wakes."""
 
 
@@ -89,7 +84,7 @@ class ScaleToZero(Authored):
     ] = "15m"
     """Both roles go to zero replicas when no gateway has had a request for so long. The next request wakes the model:
     each role gets its `scaling.min`."""
-    standby: Standby | None = None
+    standby: Annotated[Standby | None, Change.WORKERS] = None
     """Pods that stay meanwhile, with their nodes' resources, and serve as soon as they have read the weights. None stay
     where it is left out."""
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from tandem_api.base import Authored
+from tandem_api.changes import Change
+from tandem_api.crd.authored import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
@@ -22,7 +23,7 @@ from tandem_api.crd.expressions import (
     is_lone,
     rests_less,
 )
-from tandem_api.crd.fields import is_none, is_some
+from tandem_api.crd.fields import is_some
 from tandem_api.crd.gateway import Gateway
 from tandem_api.crd.model import Model
 from tandem_api.crd.observability import Observability
@@ -30,8 +31,7 @@ from tandem_api.crd.pods import Metadata
 from tandem_api.crd.roles import WorkerRole
 from tandem_api.crd.rollout import NO_ROOM, Drain, Rollout
 from tandem_api.crd.scaling import SLO, Autoscaling, ScaleToZero
-from tandem_api.engines import find_refusal, foreign_rules
-from tandem_api.quantities import parse_duration
+from tandem_api.engines import find_nameless, foreign_rules
 from tandem_api.validation import RULES_KEY, rule
 
 _NO_SLO = "is needed by a role with scaling.mode SLO: write slo.ttft.seconds and slo.tpot.seconds"
@@ -82,6 +82,7 @@ class InferenceModelSpec(Authored):
                     "needs expert and data ranks of both roles to be 1, because blocks are not yet moved between them:"
                     " leave prefill out, or use tensor and pipeline ranks",
                     path=".prefill",
+                    server_only=True,
                 ),
                 rule(
                     "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
@@ -163,102 +164,40 @@ class InferenceModelSpec(Authored):
         }
     )
 
-    model: Model
+    model: Annotated[Model, Change.WORKERS]
     """What is served."""
-    metadata: Metadata | None = None
+    metadata: Annotated[Metadata | None, Change.BOTH] = None
     """Added to the StatefulSets, the Deployment, their pods and their Services."""
-    prefill: WorkerRole | None = None
+    prefill: Annotated[WorkerRole | None, Change.WORKERS] = None
     """Workers that compute prompts. Leave it out for aggregated serving: decode workers then do both."""
-    decode: WorkerRole = Field(default_factory=WorkerRole)
+    decode: Annotated[WorkerRole, Change.WORKERS] = Field(default_factory=WorkerRole)
     """Workers that generate tokens."""
-    engine: Engine = Field(default_factory=Engine)
+    engine: Annotated[Engine, Change.WORKERS] = Field(default_factory=Engine)
     """How the workers compute."""
-    kv: KV = Field(default_factory=KV)
+    kv: Annotated[KV, Change.WORKERS] = Field(default_factory=KV)
     """The key-value cache and how it moves from prefill to decode workers."""
-    gateway: Gateway = Field(default_factory=Gateway)
+    gateway: Annotated[Gateway, Change.GATEWAYS] = Field(default_factory=Gateway)
     """The OpenAI-compatible endpoint."""
-    slo: SLO | None = None
+    slo: Annotated[SLO | None, Change.FOLLOWED] = None
     """What clients are to get. Roles with `scaling.mode: SLO` are scaled for it."""
-    autoscaling: Autoscaling = Field(default_factory=Autoscaling)
+    autoscaling: Annotated[Autoscaling, Change.OPERATOR] = Field(default_factory=Autoscaling)
     """How roles with `scaling.mode: SLO` are scaled."""
-    observability: Observability = Field(default_factory=Observability)
+    observability: Annotated[Observability, Change.FOLLOWED] = Field(default_factory=Observability)
     """What is told about requests."""
-    drain: Drain = Field(default_factory=Drain)
+    drain: Annotated[Drain, Change.FOLLOWED] = Field(default_factory=Drain)
     """How pods leave."""
-    rollout: Rollout = Field(default_factory=Rollout)
+    rollout: Annotated[Rollout, Change.OPERATOR] = Field(default_factory=Rollout)
     """How workers are replaced when something changes that they read at start."""
-    managed_by: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    managed_by: Annotated[Annotated[str, Field(min_length=1, max_length=63)] | None, Change.OPERATOR] = None
     """Which operator serves this model, where there are several: the one whose chart has the same `managedBy`. Without
     it that is one whose chart has none."""
-    suspend: bool = False
+    suspend: Annotated[bool, Change.OPERATOR] = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
     @model_validator(mode="after")
-    def _has_room(self) -> InferenceModelSpec:
-        no_room = is_none(self.rollout.max_surge) and any(role.fewest == 1 for role in self.workers)
-        if self.rollout.canary is not None and no_room:
-            raise ValueError(f"rollout {NO_ROOM}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_scale(self) -> InferenceModelSpec:
-        modes, budget = {role.scaling.mode for role in self.workers}, self.autoscaling.gpu_budget
-        if self.slo is None and "SLO" in modes:
-            raise ValueError(f"slo {_NO_SLO}")
-        if self.rollout.canary is not None and "External" in modes:
-            raise ValueError(f"rollout.canary {_NO_TRIAL}")
-        if is_none(self.rollout.max_unavailable) and "External" in modes:
-            raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
-        if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
-            raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_engine(self) -> InferenceModelSpec:
-        refusal = find_refusal(self)
-        if refusal is not None:
-            raise ValueError(refusal)
-        return self
-
-    @model_validator(mode="after")
-    def _can_keep_blocks(self) -> InferenceModelSpec:
-        if self.kv.disk is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"kv.disk {_LONE_DISK}")
-        if self.kv.store is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"kv.store {_LONE_STORE}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_draft(self) -> InferenceModelSpec:
-        draft = self.engine.speculative.draft
-        if draft is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
-            raise ValueError(f"engine.speculative.draft {_LONE_HEAD}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_rest(self) -> InferenceModelSpec:
-        standby = None if self.autoscaling.scale_to_zero is None else self.autoscaling.scale_to_zero.standby
-        if standby is None:
-            return self
-        if any(role.scaling.mode == "SLO" and standby.replicas > role.scaling.min for role in self.workers):
-            raise ValueError(f"autoscaling.scaleToZero.standby.replicas {_IDLE_STANDBY}")
-        if any(role.num_gpus > 1 for role in self.workers):
-            raise ValueError(f"autoscaling.scaleToZero.standby {_LONE_STANDBY}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_sleep(self) -> InferenceModelSpec:
-        modes, queue = {role.scaling.mode for role in self.workers}, self.gateway.queue
-        if self.autoscaling.scale_to_zero is None or modes == {"Static"}:
-            return self
-        if modes != {"SLO"}:
-            raise ValueError(f"autoscaling.scaleToZero {_SLEEPS_WHOLE}")
-        if self.gateway.replicas == 0:
-            raise ValueError(f"gateway.replicas {_NO_WAKER}")
-        if queue.max == 0:
-            raise ValueError(f"gateway.queue.max {_NOBODY_WAITS.format('1 or more')}")
-        if queue.ttl is not None and parse_duration(queue.ttl) < parse_duration(SHORTEST_TTL):
-            raise ValueError(f"gateway.queue.ttl {_NOBODY_WAITS.format(f'{SHORTEST_TTL} or more')}")
+    def _names_arguments(self) -> InferenceModelSpec:
+        if (sentence := find_nameless(self.engine.args)) is not None:
+            raise ValueError(sentence)
         return self
 
     @property

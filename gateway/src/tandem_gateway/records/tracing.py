@@ -8,7 +8,8 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any
 
-from tandem_api.tracing import Span, TraceContext, Tracer, Value, read_context
+from tandem_api.spans import Span, TraceContext, Value, read_context
+from tandem_api.tracing import Tracer
 
 from tandem_gateway.http.sse import find_cached
 from tandem_gateway.paths import COMPLETIONS, EMBEDDINGS, GENERATES

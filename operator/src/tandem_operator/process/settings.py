@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from tandem_api.collectors import check_collector
 from tandem_api.launch import TracingConfig
 from tandem_api.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from tandem_api.quantities import parse_duration
-from tandem_api.validation import check_collector
 
 from tandem_operator.keys.rotation import KeyPolicy
 from tandem_operator.kube.leader import LeaseSettings

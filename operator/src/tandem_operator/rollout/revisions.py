@@ -8,10 +8,11 @@ What has a default and was not set is left out, so that a release that adds a fi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, cast
 
-from pydantic import ValidationError
-from tandem_api.crd.roles import WorkerRole
+from pydantic import BaseModel, ValidationError
+from tandem_api.changes import Change, change_of, declared_change
 from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.crd.status import RolloutStatus
 
@@ -20,10 +21,15 @@ from tandem_operator.objects.manifests import CONTROLLER_REVISION, ChildKey, Chi
 from tandem_operator.objects.parsing import known_spec
 from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
 
-_FIELDS = ("model", "prefill", "decode", "engine", "kv")
+_FIELDS = tuple(
+    name for name, field in InferenceModelSpec.model_fields.items() if declared_change(field) is Change.WORKERS
+)
+"""Parts of the spec that workers are made from."""
 _ROLES = ("prefill", "decode")
 _COUNTS = ("replicas", "scaling")
 """Fields of a role: how many there are, and who says so, is no part of what they are."""
+_PREPARED = ("model", "cache", "prewarm")
+"""A revision's own though workers know nothing of it: whether a Job is done before it rolls out."""
 
 History = Mapping[int, Manifest]
 """Contents by number."""
@@ -35,12 +41,24 @@ def content_of(blueprint: Blueprint) -> Manifest:
     told: Manifest = spec.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, include=set(_FIELDS)
     )
-    model = {key: value for key, value in told["model"].items() if key not in ("servedName", "followRevision")}
+    content = {key: _made_from(value, (key,)) for key, value in told.items()}
     if blueprint.commit is not None:
-        model["revision"] = blueprint.commit
-    engine = {key: value for key, value in told.get("engine", {}).items() if key != "stepTimeout"}
-    roles = {role: {k: v for k, v in told[role].items() if k != "scaling"} for role in _ROLES if role in told}
-    return told | roles | {"model": model, "engine": engine | {"image": blueprint.worker_image}}
+        content["model"]["revision"] = blueprint.commit
+    return content | {"engine": content.get("engine", {}) | {"image": blueprint.worker_image}}
+
+
+@lru_cache(maxsize=1024)
+def _is_of_revision(path: tuple[str, ...]) -> bool:
+    return path == _PREPARED or change_of(InferenceModelSpec, path) is Change.WORKERS
+
+
+def _made_from(told: Manifest, path: tuple[str, ...]) -> Manifest:
+    """What a part of the spec says that replaces workers when it changes."""
+    return {
+        key: _made_from(cast(Manifest, value), (*path, key)) if isinstance(value, dict) else value
+        for key, value in told.items()
+        if _is_of_revision((*path, key)) or key == "replicas"  # how many there are of a role that comes back
+    }
 
 
 def digest_of(content: Manifest) -> str:
@@ -130,16 +148,19 @@ def with_content(spec: InferenceModelSpec, content: Manifest, *, number: int) ->
     except ValidationError as error:
         text = f"revision {number} was kept by another release and cannot be read: {error.errors()[0]['msg']}"
         raise UnreadableRevisionError(text) from error
-    changed: dict[str, Any] = {field: getattr(kept, field) for field in _FIELDS}
-    changed["model"] = kept.model.model_copy(
-        update={"served_name": spec.model.served_name, "follow_revision": spec.model.follow_revision}
-    )
-    changed["engine"] = kept.engine.model_copy(update={"step_timeout": spec.engine.step_timeout})
-    for role in _ROLES:
-        there, now = cast(WorkerRole | None, getattr(kept, role)), cast(WorkerRole | None, getattr(spec, role))
-        if there is not None and now is not None:
-            changed[role] = there.model_copy(update={field: getattr(now, field) for field in _COUNTS})
-    return spec.model_copy(update=changed)
+    carried = {field: _carried(getattr(kept, field), getattr(spec, field), (field,)) for field in _FIELDS}
+    return spec.model_copy(update=carried)
+
+
+def _carried(kept: Any, now: Any, path: tuple[str, ...]) -> Any:
+    """A part of a revision, with what is no part of any as it is now."""
+    if not isinstance(kept, BaseModel) or not isinstance(now, BaseModel):
+        return kept
+    changed: dict[str, Any] = {}
+    for name, field in type(kept).model_fields.items():
+        here, value = (*path, field.alias or name), getattr(now, name)
+        changed[name] = _carried(getattr(kept, name), value, here) if _is_of_revision(here) else value
+    return kept.model_copy(update=changed)
 
 
 def same_shape(one: InferenceModelSpec, other: InferenceModelSpec) -> bool:

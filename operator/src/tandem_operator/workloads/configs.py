@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 
 from tandem_api import names
+from tandem_api.changes import followed_fields
 from tandem_api.crd.engine import KVDisk
 from tandem_api.launch import (
-    GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
-    WORKER_READS_AGAIN,
     ClientTLS,
     CORSRules,
     FileSharing,
@@ -248,10 +247,5 @@ def build_config_map(blueprint: Blueprint, role: Role, config: WorkerConfig | Ga
 
 
 def start_hash(config: WorkerConfig | GatewayConfig) -> str:
-    """Names what a pod reads at start."""
-    return hashlib.sha256(config.set_json(without=followed(config)).encode()).hexdigest()[:8]
-
-
-def followed(config: WorkerConfig | GatewayConfig) -> frozenset[str]:
-    """Fields that a running process follows, so that they do not count to what it reads at start."""
-    return WORKER_READS_AGAIN if isinstance(config, WorkerConfig) else GATEWAY_FOLLOWS
+    """Names what a pod reads at start: what it follows does not count."""
+    return hashlib.sha256(config.set_json(without=followed_fields(type(config))).encode()).hexdigest()[:8]

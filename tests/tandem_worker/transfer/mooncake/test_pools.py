@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tandem_worker.transfer.blocks import Views
 from tandem_worker.transfer.errors import TransferError
+from tandem_worker.transfer.messages import ReadyBlocks
 from tandem_worker.transfer.mooncake import departure
 from tandem_worker.transfer.mooncake.departure import Departures, StationPool
 from tandem_worker.transfer.mooncake.engine import Memory
 from tandem_worker.transfer.mooncake.frames import SLOT_BYTES, Grant, Landed, Slot
 from tandem_worker.transfer.mooncake.landing import Landing, LandingPool, plan_slot_bytes
-from tandem_worker.transfer.prefill.outbox import ReadyBlocks
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
 

@@ -306,7 +306,7 @@ class EngineCore:
 def _join_lanes(lanes: list[StepRunner], executor: ModelExecutor) -> Runner:
     if len(lanes) == 1:
         return lanes[0]
-    from tandem_worker.engine.execute.lanes import LaneRunner  # a group's
+    from tandem_worker.engine.lanes import LaneRunner  # a group's
 
     return LaneRunner(lanes, executor)
 

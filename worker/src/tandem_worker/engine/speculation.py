@@ -9,7 +9,7 @@ from tandem_worker.engine.guess.costs import StepCosts
 from tandem_worker.engine.guess.history import History
 from tandem_worker.engine.guess.lookup import LookupGuesser
 from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
-from tandem_worker.engine.masks import is_quick
+from tandem_worker.engine.sample.masks import is_quick
 
 if TYPE_CHECKING:
     from tandem_api.launch import SpeculativeConfig

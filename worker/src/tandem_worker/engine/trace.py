@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from tandem_api.tracing import TraceContext
+from tandem_api.spans import TraceContext
 
 MAX_HOPS = 16
 """Orders at prefill workers that are recorded of one request."""

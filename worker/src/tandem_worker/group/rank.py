@@ -16,8 +16,7 @@ from tandem_worker.group.control.link import MessageKind
 from tandem_worker.group.control.store import GroupStore
 from tandem_worker.group.control.wire import decode_step
 from tandem_worker.group.executor import RankExecutor, describe_rank
-from tandem_worker.group.pods.children import RankOrder
-from tandem_worker.group.topology import check_model, count_experts
+from tandem_worker.group.topology import RankOrder, check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
 from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts

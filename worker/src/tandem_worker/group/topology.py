@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tandem_api.base import Wire
 from tandem_api.launch import GroupConfig, Parallelism, WorkerConfig
 from tandem_api.names import Role
 
@@ -165,3 +166,16 @@ def describe_identity(config: WorkerConfig) -> str:
         f"{config.model_name} ({config.role.value}), revision {config.revision}, "
         f"{describe_parallelism(group.parallelism)} over {group.num_nodes} pods"
     )
+
+
+class RankOrder(Wire):
+    """Which rank a process is, and where it finds the others."""
+
+    config: WorkerConfig
+    rank: int
+    local_rank: int
+    """Among the ranks of the pod; on CUDA, which device is this rank's."""
+    leader_host: str
+    leader_port: int
+    host: str
+    """Address that the rank opens its ports at."""

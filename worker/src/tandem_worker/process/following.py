@@ -15,9 +15,8 @@ from tandem_api.names import HEADER_RETRY, RETRY_WORKER
 from tandem_api.openai import error_body
 
 from tandem_worker.group.control.link import Loss
-from tandem_worker.group.pods.children import RankOrder
 from tandem_worker.group.pods.following import FollowingProcess
-from tandem_worker.group.topology import NodePlace, describe_identity
+from tandem_worker.group.topology import NodePlace, RankOrder, describe_identity
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.server.wire.gate import TokenGate

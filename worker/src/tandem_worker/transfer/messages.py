@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
+from tandem_worker.transfer.protocol import BlockRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,14 @@ def decode_message(data: bytes) -> Message:
 
 def _read_rank(endpoint: str, shard: dict[str, Any]) -> RankAddress:
     return RankAddress(endpoint=endpoint, shard=KVShard(**shard))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBlocks:
+    """Blocks that a connection may send once `fence` is reached."""
+
+    transfer: int
+    blocks: BlockRange
+    """Layers count from the first one of the whole model."""
+    block_ids: tuple[int, ...]
+    fence: object

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from tandem_api.tracing import read_context
+from tandem_api.spans import read_context
 
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.trace import Hop

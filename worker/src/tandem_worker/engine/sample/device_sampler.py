@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from tandem_worker import kernels
-from tandem_worker.engine.masks import MaskCredit
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.host_sampler import score_prompt
+from tandem_worker.engine.sample.masks import MaskCredit
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams, TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence

@@ -16,8 +16,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
-from tandem_worker.engine.masks import MaskCredit
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
+from tandem_worker.engine.sample.masks import MaskCredit
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence

@@ -17,24 +17,9 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from tandem_api.base import Wire
-from tandem_api.launch import WorkerConfig
-
 from tandem_worker.group.control.link import Loss
+from tandem_worker.group.topology import RankOrder
 from tandem_worker.host.vitals import Vitals
-
-
-class RankOrder(Wire):
-    """Which rank a process is, and where it finds the others."""
-
-    config: WorkerConfig
-    rank: int
-    local_rank: int
-    """Among the ranks of the pod; on CUDA, which device is this rank's."""
-    leader_host: str
-    leader_port: int
-    host: str
-    """Address that the rank opens its ports at."""
 
 
 class Children:

@@ -13,9 +13,9 @@ from tandem_api.names import REASON_STEP_HUNG
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.link import Loss
 from tandem_worker.group.control.member import GroupMember
-from tandem_worker.group.pods.children import Children, RankOrder, read_order
+from tandem_worker.group.pods.children import Children, read_order
 from tandem_worker.group.pods.leading import start_children
-from tandem_worker.group.topology import describe_identity
+from tandem_worker.group.topology import RankOrder, describe_identity
 from tandem_worker.host.devices import resolve_device, resolve_dtype
 from tandem_worker.host.ending import end_process
 from tandem_worker.host.environment import PodFacts, raise_descriptor_limit

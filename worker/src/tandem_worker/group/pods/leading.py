@@ -10,8 +10,8 @@ from tandem_api.launch import WorkerConfig
 
 from tandem_worker.group.control.leader import GroupLeader
 from tandem_worker.group.control.link import Loss
-from tandem_worker.group.pods.children import Children, RankOrder
-from tandem_worker.group.topology import NodePlace, describe_identity
+from tandem_worker.group.pods.children import Children
+from tandem_worker.group.topology import NodePlace, RankOrder, describe_identity
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from tandem_api.tracing import Span, TraceContext, Tracer, Value, read_context
+from tandem_api.spans import Span, TraceContext, Value, read_context
+from tandem_api.tracing import Tracer
 
 from tandem_worker.engine.schedule.params import GenerationRequest
 from tandem_worker.engine.trace import Hop, RequestTrace

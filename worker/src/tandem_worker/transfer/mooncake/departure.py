@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from tandem_worker.transfer.blocks import BlockReader
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.errors import TransferError
+from tandem_worker.transfer.messages import ReadyBlocks
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
 from tandem_worker.transfer.mooncake.frames import (
     CACHED_BYTES,
@@ -27,7 +28,6 @@ from tandem_worker.transfer.mooncake.frames import (
     Slot,
     append_blocks,
 )
-from tandem_worker.transfer.prefill.outbox import ReadyBlocks
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
 

@@ -14,17 +14,8 @@ from typing import Protocol
 
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.errors import TransferError
-from tandem_worker.transfer.messages import Closed, Message, Opened, Ready
+from tandem_worker.transfer.messages import Closed, Message, Opened, Ready, ReadyBlocks
 from tandem_worker.transfer.protocol import BlockRange
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyBlocks:
-    transfer: int
-    blocks: BlockRange
-    """Layers count from the first one of the whole model."""
-    block_ids: tuple[int, ...]
-    fence: object
 
 
 class Reader(Protocol):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter
 from tandem_worker.transfer.errors import TransferError
-from tandem_worker.transfer.prefill.outbox import ReadyBlocks, Shelf
+from tandem_worker.transfer.messages import ReadyBlocks
+from tandem_worker.transfer.prefill.outbox import Shelf
 from tandem_worker.transfer.prefill.tracing import OrderTrace
 from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange, Done
 

@@ -29,8 +29,9 @@ from tandem_worker.transfer.choice import MOONCAKE, TCP
 from tandem_worker.transfer.contract import Identity, Offer, TransferTimeouts
 from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
 from tandem_worker.transfer.fetches import BlockShelf, decode_fetch
+from tandem_worker.transfer.messages import ReadyBlocks
 from tandem_worker.transfer.prefill.fetching import FetchDesk
-from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
+from tandem_worker.transfer.prefill.outbox import Outbox
 from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
 from tandem_worker.transfer.prefill.quotas import Account, Quota
 from tandem_worker.transfer.prefill.tracing import OrderTrace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tandem_api.tracing import Span
+from tandem_api.spans import Span
 
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.trace import Hop, RequestTrace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.engine.masks import CREDIT_SECONDS, OVERDRAFT_SECONDS, QUICK_SECONDS, MaskCredit
+from tandem_worker.engine.sample.masks import CREDIT_SECONDS, OVERDRAFT_SECONDS, QUICK_SECONDS, MaskCredit
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams
 
