@@ -161,7 +161,7 @@ class GroupConfig(Wire):
 class SpeculativeConfig(Wire):
     """Guesses that a step checks beside the newest token of each answer. They change no answer."""
 
-    method: SpeculativeMethod = "Off"
+    method: SpeculativeMethod = "Auto"
     max_tokens: int = 8
     """Guesses of one answer in a step."""
     adaptive: bool = True

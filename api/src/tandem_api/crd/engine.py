@@ -54,7 +54,7 @@ class Speculative(Authored):
         }
     )
 
-    method: SpeculativeMethod = "Off"
+    method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
     `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks the head `draft` alone.
     `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
+    from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
@@ -400,7 +401,7 @@ class _Start:
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
             matrices=memory.matrices,
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
+            memory_bytes=lambda: _list_memory(memory, pages, engine),
             start=self._progress,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
@@ -573,6 +574,13 @@ def _connect_transport(
         transports=transports if config.role is Role.PREFILL else None,
     )
     return start_server(server, config.kv.port)
+
+
+def _list_memory(memory: MemoryLedger, pages: BlockPages, engine: EngineCore) -> dict[str, int]:
+    """Bytes by what holds them now. Guesses have an entry where there are any."""
+    now = {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes}
+    guesses = engine.stats().guess_bytes
+    return memory.by_kind | now | ({} if guesses is None else {"guesses": guesses})
 
 
 def _log_ready(worker: Worker, progress: StartProgress) -> None:
