@@ -1,7 +1,8 @@
 """Launch configuration: what the operator hands to a pod, as one JSON object in a ConfigMap.
 
 Both sides use these classes, so flags cannot drift apart. Only per-pod facts come from the environment: `POD_NAME`,
-`POD_NAMESPACE`, `POD_IP` (downward API) and `HF_TOKEN` (from the Secret that `spec.model.secretRef` names).
+`POD_NAMESPACE`, `POD_IP` (downward API), `HF_TOKEN` (from the Secret that `spec.model.secretRef` names) and
+`HF_TOKEN_DRAFT` (from that of `spec.engine.speculative.draft.secretRef`).
 """
 
 from __future__ import annotations

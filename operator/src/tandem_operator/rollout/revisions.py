@@ -39,6 +39,9 @@ def content_of(blueprint: Blueprint) -> Manifest:
     if blueprint.commit is not None:
         model["revision"] = blueprint.commit
     engine = {key: value for key, value in told.get("engine", {}).items() if key != "stepTimeout"}
+    if blueprint.draft_commit is not None:
+        guesses = engine["speculative"]
+        engine["speculative"] = guesses | {"draft": guesses["draft"] | {"revision": blueprint.draft_commit}}
     roles = {role: {k: v for k, v in told[role].items() if k != "scaling"} for role in _ROLES if role in told}
     return told | roles | {"model": model, "engine": engine | {"image": blueprint.worker_image}}
 

@@ -164,7 +164,7 @@ class _Start:
             self._progress.origin = "downloaded"
         head = self._config.speculative.head
         if head is not None:
-            self._draft = _fetch_draft(head, self._pod.token, self._config)
+            self._draft = _fetch_draft(head, self._pod.draft_token or self._pod.token, self._config)
         if self._group is not None:
             self._group.start(path)
         return path
@@ -482,7 +482,11 @@ def _fetch_draft(head: ModelSource, token: str | None, config: WorkerConfig) -> 
             "DraftUnsupported",
             "The ranks of a group compute no draft heads yet: leave engine.speculative.draft out, or parallelism at 1.",
         )
-    return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+    try:
+        return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+    except StartupError as error:
+        said = str(error).replace("spec.model.", "spec.engine.speculative.draft.")
+        raise StartupError(error.reason, f"The draft head cannot be fetched: {said}") from error
 
 
 def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
