@@ -60,9 +60,9 @@ NODE = [Client("node", "with_openai.mjs"), Client("node", "with_ai_sdk.mjs")]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Its workers keep no earlier answers: every script asks the same question, and what was answered before would come
-    in one piece, where it is to be seen that a stream comes piece by piece."""
-    told = {"speculative": {"historyBytes": 0}}
+    """Its workers guess nothing: every script asks the same question, whose answer has words of it, and what is
+    foreseen comes in a few pieces, where it is to be seen that a stream comes piece by piece."""
+    told = {"speculative": {"method": "Off"}}
     with run_stack(tmp_path_factory.mktemp("clients"), worker=told) as running:
         yield running
 
@@ -126,7 +126,7 @@ def assert_city(found: Any) -> None:
 
 @pytest.mark.skipif(native.find_obstacle() is not None, reason=f"nobody guesses: {native.find_obstacle()}")
 def test_clients_that_see_several_tokens_in_a_chunk(tmp_path: Path) -> None:
-    """What is asked for the second time is foreseen from the first, so it comes in a few large pieces: text in three
+    """What is asked for the second time is foreseen, so it comes in a few large pieces: text in the three
     dialects, partial JSON, and the arguments of calls."""
     clients = {client.environment: client for client in PYTHON}
     with run_stack(tmp_path, roles=("unified",)) as running:
