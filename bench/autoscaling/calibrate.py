@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each prompt (%(default)s)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
+    steps = {"speculative": {"method": "Off"}}  # each makes one token: the profile is of steps
+    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder), worker=steps) as stack:
         measured = measure(stack, options.repeats)
         _print_profile(measured)
         rows: list[dict[str, Any]] = []

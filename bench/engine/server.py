@@ -56,8 +56,8 @@ def worker(
     speculative: dict[str, object] | None = None,
 ) -> Iterator[Worker]:
     """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead. Without
-    `native` torch computes what the CPU kernels would; `weights` and `speculative` are those of `spec.engine`, `kv` is
-    more of the launch configuration's part of that name."""
+    `native` torch computes what the CPU kernels would; `weights` and `speculative` are those of `spec.engine`, without
+    which there are no guesses: an event is a token. `kv` is more of the launch configuration's part of that name."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -74,8 +74,8 @@ def worker(
     }
     if weights != "Auto":
         document["weights"] = weights
-    if speculative is not None:
-        document["speculative"] = speculative
+    if tree is None or "SpeculativeConfig" in (tree / "api/src/tandem_api/launch.py").read_text():
+        document["speculative"] = speculative or {"method": "Off"}
     if tree is not None and "WORKER_METRICS_PORT" not in (tree / "api/src/tandem_api/launch.py").read_text():
         metrics_port = port  # versions whose probes are answered at the port of the API
         del document["metricsPort"]

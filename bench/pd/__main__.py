@@ -69,6 +69,7 @@ def run_fleets(folder: Path, step: float) -> Iterator[tuple[dict[str, str], Work
     told: dict[str, Any] = {
         "modelName": MODEL, "servedName": MODEL, "kv": {"memoryBytes": 512 << 20}, "maxModelLen": 2048,
         "dtype": "Auto", "scheduler": {}, "drainTimeoutSeconds": 1,
+        "speculative": {"method": "Off"},  # an event is a token: gaps are those between tokens
     }  # fmt: skip
     with contextlib.ExitStack() as started:
         model = find_model()

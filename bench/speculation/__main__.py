@@ -32,10 +32,11 @@ SETTINGS: dict[str, dict[str, object]] = {
     "fixed": {"method": "Lookup", "adaptive": False, "maxTokens": 5},
 }
 GOALS = {
-    ("edits", 1): 3.0, ("loops", 1): 2.5, ("chat", 1): 1.3, ("hopeless", 1): 0.99, ("mixed", 1): 0.99,
-    ("edits", 8): 1.8, ("loops", 8): 1.4, ("chat", 8): 1.15, ("hopeless", 8): 0.99, ("mixed", 8): 0.99,
+    ("edits", 1): 3.0, ("loops", 1): 2.5, ("chat", 1): 1.3, ("edits", 8): 1.8, ("loops", 8): 1.4, ("chat", 8): 1.15,
 }  # fmt: skip
 """Of `adaptive`, by what is asked and how many at once."""
+LEAST = 0.99
+"""Its goal elsewhere: nobody is slower."""
 
 
 async def answer(port: int, ask: Ask, new_tokens: int) -> tuple[str, int]:
@@ -115,7 +116,7 @@ def bench(options: argparse.Namespace) -> tuple[dict[str, object], int]:
             for kind in options.kinds.split(","):
                 found = [turn.once(KINDS[kind], concurrency, concurrency * number) for number in range(options.rounds)]
                 for name in names[1:]:
-                    goal = GOALS.get((kind, concurrency)) if name == "adaptive" else None
+                    goal = GOALS.get((kind, concurrency), LEAST) if name == "adaptive" else None
                     row = rows[f"{kind}, {concurrency} at once, {name}"] = measure(found, name, goal)
                     print(f"  {kind:<10} {concurrency:>3} at once  {name:<9} {row}", flush=True)
     return rows, turn.differing

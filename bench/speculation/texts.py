@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ QUESTIONS = (
     "What is the capital of France and why is it famous?", "Explain how a bicycle stays upright.",
     "Write a short poem about the sea.", "Give me five tips for learning a language.", "Why is the sky blue?",
     "Describe a day in the life of a baker.", "How do vaccines work?", "What should I cook with tomatoes and eggs?",
+)  # fmt: skip
+
+
+_WORDS = (
+    "apples", "rivers", "silver", "windows", "gardens", "lamps", "paper", "storms", "bridges", "coffee", "music",
+    "winter", "engines", "letters", "mountains", "oranges", "pencils", "shadows", "tables", "voices", "clocks",
 )  # fmt: skip
 
 
@@ -79,9 +86,36 @@ def hopeless(number: int) -> Ask:
     return Ask(ask.path, {**ask.body, "temperature": 2.0, "seed": number})
 
 
+def bait(number: int) -> Ask:
+    """The answer begins each line as the prompt did, and ends it otherwise: what is followed is wrong every time."""
+    chance = random.Random(number)
+
+    def write() -> str:
+        rows = [
+            f"{name} has {chance.choice(_WORDS)} and the {chance.choice(_WORDS)} of a {chance.choice(_WORDS)}"
+            for name in NAMES * 3
+        ]
+        return "\n".join(rows)
+
+    content = f"Here is a list:\n{write()}\nWrite one like it."
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **say(write())})
+
+
+def turning(number: int) -> Ask:
+    """Nothing of it can be guessed, then nearly everything, then nothing."""
+    chance = random.Random(number)
+    words = [" ".join(chance.choices(_WORDS, k=45)) for _ in range(2)]
+    row = '{"name": "data", "kind": "user", "active": true}, '
+    content = f"Write {number} words, a list, and words again."
+    text = f"{words[0]} {row * 8}{words[1]}"
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **say(text)})
+
+
 def mixed(number: int) -> Ask:
     """Who is guessed well beside those of whom nothing is known."""
     return (edit, chat, hopeless, hopeless)[number % 4](number)
 
 
-KINDS = {"edits": edit, "loops": loop, "chat": chat, "hopeless": hopeless, "mixed": mixed}
+KINDS = {
+    "edits": edit, "loops": loop, "chat": chat, "hopeless": hopeless, "bait": bait, "turning": turning, "mixed": mixed,
+}  # fmt: skip

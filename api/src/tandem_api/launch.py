@@ -1,7 +1,8 @@
 """Launch configuration: what the operator hands to a pod, as one JSON object in a ConfigMap.
 
 Both sides use these classes, so flags cannot drift apart. Only per-pod facts come from the environment: `POD_NAME`,
-`POD_NAMESPACE`, `POD_IP` (downward API) and `HF_TOKEN` (from the Secret that `spec.model.secretRef` names).
+`POD_NAMESPACE`, `POD_IP` (downward API), `HF_TOKEN` (from the Secret that `spec.model.secretRef` names) and
+`HF_TOKEN_DRAFT` (from that of `spec.engine.speculative.draft.secretRef`).
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class GroupConfig(Wire):
 class SpeculativeConfig(Wire):
     """Guesses that a step checks beside the newest token of each answer. They change no answer."""
 
-    method: SpeculativeMethod = "Off"
+    method: SpeculativeMethod = "Auto"
     max_tokens: int = 8
     """Guesses of one answer in a step."""
     adaptive: bool = True

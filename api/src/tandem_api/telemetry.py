@@ -127,9 +127,18 @@ class WorkerTelemetry(Wire):
     """Mean of the last steps that only decoded. Absent while no request runs."""
     decode_tokens_per_step: Annotated[float, Field(ge=1, le=1000)] | None = None
     """Tokens of one answer in such a step: more than 1 where guesses are checked. Absent while no request runs."""
+    decode_token_seconds: Amount | None = None
+    """Mean time between two tokens of an answer in such steps, where guesses are checked: of more steps than the two
+    above, for one makes one token and the next one many. Absent elsewhere, and while no request runs."""
+    plain_step_seconds: Amount | None = None
+    """Mean of the last steps that only decoded, as they would have been without guesses: what a step has to take at
+    the least. Absent where that is `decode_step_seconds`, and while no request runs."""
     mixed_step_seconds: Amount | None = None
-    """Mean of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the
+    """Mean of the last steps that computed prompts and decoded, one token of each answer or several. Absent until the
     first one, and while no request runs."""
+    mixed_token_seconds: Amount | None = None
+    """Mean time between two tokens of an answer in those, where guesses are checked. Absent elsewhere, until the first
+    one, and while no request runs."""
     keeps_step_seconds: bool | None = None
     """It computes a prompt in steps of at most so many seconds where a gateway asks for that. Absent: it is of an
     earlier release."""
@@ -224,7 +233,7 @@ class Metric:
     WORKER_NVLINK_TX_BYTES_TOTAL = "tandem_worker_nvlink_transmit_bytes_total"
     WORKER_NVLINK_RX_BYTES_TOTAL = "tandem_worker_nvlink_receive_bytes_total"
     WORKER_MEMORY_BYTES = "tandem_worker_memory_bytes"
-    """Label `kind`: `weights`, `kv`, `kv_resident`, `arena`, `graphs`, `other`."""
+    """Label `kind`: `weights`, `kv`, `kv_resident`, `arena`, `graphs`, `guesses`, `other`."""
     WORKER_WEIGHTS = "tandem_worker_weights"
     WORKER_WEIGHTS_BYTES = "tandem_worker_weights_bytes"
     """Label `form` of both: `plain`, `lossless`, `fp8`, `int4`, `mxfp4`."""

@@ -693,10 +693,14 @@ class Weights:
     @property
     def loaded(self) -> str:
         """The revision that decode pods are told."""
+        return self.told["model"].get("revision", "main")
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What decode pods are told."""
         volumes = self._server.kept[DECODE]["spec"]["template"]["spec"]["volumes"]
         (name,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
-        config = self._server.kept[f"/api/v1/namespaces/n/configmaps/{name}"]["data"]["config.json"]
-        return json.loads(config)["model"].get("revision", "main")
+        return json.loads(self._server.kept[f"/api/v1/namespaces/n/configmaps/{name}"]["data"]["config.json"])
 
 
 @pytest.fixture
@@ -789,6 +793,33 @@ async def test_a_model_that_names_a_commit_is_not_asked_about_any_more(server: O
     await weights.operator.look()
     assert weights.loaded == B
     assert weights.hub.look_after(KEY) is None, "nothing would ever make it less than due"
+
+
+async def test_a_draft_head_is_of_one_commit_that_no_branch_moves(server: ObjectServer, weights: Weights) -> None:
+    await weights.look()
+    server.settle()
+    weights.commit = None
+    guesses = {"draft": {"uri": "hf://org/head"}}
+    server.change(engine={"speculative": guesses})
+    assert DECODE not in await weights.look(), "what runs goes on until it is known"
+    assert server.conditions["Reconciling"]["reason"] == "HubUnreachable"
+    weights.commit = B
+    for _ in range(2):  # one answer each for the model and its head
+        await weights.look()
+    assert weights.told["speculative"]["draft"]["revision"] == B
+    assert weights.loaded == A
+    assert server.kept[MODEL]["status"]["draft"] | {"resolvedAt": ""} == {
+        "uri": "hf://org/head", "revision": "main", "commit": B, "resolvedAt": ""
+    }  # fmt: skip
+    server.settle()
+    weights.commit = "c" * 40
+    assert DECODE not in await weights.look()
+    server.change(engine={"speculative": {"draft": guesses["draft"] | {"revision": A}}})
+    await weights.operator.look()
+    assert weights.told["speculative"]["draft"]["revision"] == A
+    server.change(engine={"speculative": {"method": "Off", **guesses}})
+    await weights.operator.look()
+    assert "draft" not in server.kept[MODEL]["status"]
 
 
 GATE = "tandem.dev/admitted"

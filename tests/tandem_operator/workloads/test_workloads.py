@@ -21,7 +21,7 @@ from tandem_operator.objects.manifests import Manifest, child_key
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import gateway_config, worker_config
 from tandem_operator.workloads.release import Release
-from tandem_operator.workloads.workers import source_volumes
+from tandem_operator.workloads.workers import source_volumes, token_env
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = cases() | foreign_cases()
@@ -321,6 +321,18 @@ def test_blocks_with_another_head_are_of_another_revision() -> None:
     revisions = [revision(), revision(uri=uri), revision(uri=uri, revision="b"), revision(uri="hf://org/c")]
     assert len(set(revisions)) == 4
     assert revisions[0] == blueprint().revision
+
+
+@pytest.mark.parametrize("model", ["hf://a/b", "pvc://one/b"])
+@pytest.mark.parametrize("own", [None, "heads"])
+def test_a_private_head_has_a_token_whatever_the_model_comes_from(model: str, own: str | None) -> None:
+    draft = {"uri": "hf://a/head"} | ({} if own is None else {"secretRef": {"name": own, "key": "it"}})
+    source = {"uri": model} | ({"secretRef": {"name": "models"}} if model.startswith("hf") else {})
+    told = token_env(blueprint(model=source, engine={"speculative": {"draft": draft}}))
+    named = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in told}
+    assert named.get("HF_TOKEN_DRAFT") == (None if own is None else {"name": "heads", "key": "it"})
+    assert ("HF_TOKEN" in named) == ("secretRef" in source)
+    assert not token_env(blueprint(engine={"speculative": {"method": "Off", "draft": draft}}))
 
 
 @pytest.mark.parametrize(

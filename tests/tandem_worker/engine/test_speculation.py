@@ -300,7 +300,9 @@ def test_auto_is_off_where_answers_might_differ(
     exact.inexact = None
     auto = SpeculativeConfig(method="Auto")
     assert make_rig(exact, speculative=auto).engine.stats().guess_seconds_total is not None
-    assert make_rig(exact).engine.stats().guess_seconds_total is None, "the default"
+    assert make_rig(exact).engine.stats().guess_seconds_total is not None, "the default"
+    off = SpeculativeConfig(method="Off")
+    assert make_rig(exact, speculative=off).engine.stats().guess_seconds_total is None
 
 
 @pytest.mark.parametrize("method", ["Auto", "Lookup", "Off"])
@@ -369,3 +371,17 @@ def test_without_memory_for_it_there_is_no_history(make_rig: MakeRig) -> None:
     for name in ("first", "again"):
         rig.run(name, (1, 2, 3), 40)
     assert rig.engine.stats().draft_tokens_total["history"] == 0
+    assert rig.engine.stats().guess_bytes == 0
+
+
+def test_what_earlier_answers_take_is_told_and_bounded(make_rig: MakeRig) -> None:
+    bound = 100_000
+    rig = make_rig(num_blocks=200, speculative=LOOKUP.model_copy(update={"history_bytes": bound}))
+    assert rig.engine.stats().guess_bytes == 0, "memory is taken as answers come"
+    taken: list[int] = []
+    for number in range(30):
+        rig.run(f"{number}", (number, 1), 60)
+        taken.append(rig.engine.stats().guess_bytes or 0)
+    assert taken[0] >= 60 * 100
+    assert max(taken) > bound / 2
+    assert max(taken) <= bound

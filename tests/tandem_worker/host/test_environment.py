@@ -78,6 +78,8 @@ def test_pod_facts() -> None:
     pod = observe_pod({"POD_NAME": "m-decode-0", "HF_TOKEN": " secret\n", "POD_IP": "10.0.0.7"})
     assert (pod.pod, pod.namespace, pod.pod_ip, pod.token) == ("m-decode-0", "default", "10.0.0.7", "secret")
     assert observe_pod({"HF_TOKEN": " "}).token is None
+    assert observe_pod({"HF_TOKEN": "one", "HF_TOKEN_DRAFT": " two\n"}).draft_token == "two"
+    assert observe_pod({"HF_TOKEN": "one"}).draft_token is None
     assert observe_pod({}).termination_path == Path("/dev/termination-log")
 
 

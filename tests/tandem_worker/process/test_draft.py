@@ -9,6 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tandem_api.launch import ModelSource, WorkerConfig
+from tandem_api.names import Role
+from tandem_worker.host.errors import StartupError
+from tandem_worker.process.build import _fetch_draft
 
 from tests.tandem_worker.model.draft.heads import HeadSpec, draw_tensors, save_head
 from tests.tandem_worker.process.test_disaggregated import oracle, prompt_of
@@ -74,3 +78,16 @@ def test_a_head_of_another_model_ends_the_start(workers: SimpleNamespace, tiny_m
     (told,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.termination"))
     assert told["reason"] == "DraftMismatch"
     assert "its vocabulary has 61 tokens, the model's 257" in told["message"]
+
+
+def test_a_head_that_cannot_be_fetched_names_its_own_fields(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub's answers are told in the words of a model's."""
+
+    def refuse(source: ModelSource, token: str | None, *_: Any) -> Path:
+        raise StartupError("AccessDenied", f"{source.uri} denies {token}. Check spec.model.secretRef.")
+
+    monkeypatch.setattr("tandem_worker.model.sources.resolve.resolve_model", refuse)
+    head = ModelSource(uri="hf://org/head")
+    config = WorkerConfig(model_name="m", served_name="m", role=Role.UNIFIED, revision="r", model=head)
+    with pytest.raises(StartupError, match=r"The draft head .* denies own\. Check spec\.engine\.speculative\.draft\.s"):
+        _fetch_draft(head, "own", config)

@@ -34,6 +34,7 @@ ENGINE = EngineStats(
     preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
     prefills_remote_total=16, prefills_fallback_total=17, busy_seconds_total=37.5, prefill_seconds_total=38.5,
     computed_prompt_tokens_total=39, decode_tokens_per_step=1.5, guess_seconds_total=46.5,
+    guess_bytes=51, decode_token_seconds=0.004, plain_step_seconds=0.008, mixed_token_seconds=0.016,
     draft_tokens_total={"text": 47, "history": 48}, accepted_draft_tokens_total={"text": 49, "history": 50},
 )  # fmt: skip
 GPU = GpuSample(
@@ -191,6 +192,8 @@ def test_telemetry_tells_what_a_replica_can_do() -> None:
     assert (telemetry.kv_block_size, telemetry.decode_step_seconds) == (16, 0.01)
     assert telemetry.mixed_step_seconds == 0.02
     assert telemetry.decode_tokens_per_step == 1.5
+    assert (telemetry.decode_token_seconds, telemetry.mixed_token_seconds) == (0.004, 0.016)
+    assert telemetry.plain_step_seconds == 0.008
     assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (12, 1.5)
 
 
@@ -198,6 +201,7 @@ def test_what_is_not_measured_is_no_zero() -> None:
     idle = replace(sample(), engine=replace(ENGINE, running_requests=0, prefill_tokens_per_second=None))
     telemetry = build_telemetry(FACTS, idle)
     assert telemetry.decode_step_seconds is telemetry.mixed_step_seconds is None, "nothing decodes"
+    assert telemetry.decode_token_seconds is telemetry.mixed_token_seconds is telemetry.plain_step_seconds is None
     assert telemetry.prefill_tokens_per_second is None
     assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (None, None)
     sending = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_sent=5)))

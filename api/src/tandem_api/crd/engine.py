@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from tandem_api.changes import Change
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration, Image, ModelURI, Quantity, Revision
-from tandem_api.crd.model import hub_only
+from tandem_api.crd.model import SecretKey, hub_only
 from tandem_api.engines import EngineKind
 from tandem_api.launch import Device, DType, GenerationSettings, SpeculativeMethod, ToolForm, WeightsForm
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
@@ -33,15 +33,22 @@ class Draft(Authored):
     """A draft head: an EAGLE-3 checkpoint that was trained for this model."""
 
     model_config = ConfigDict(
-        json_schema_extra={RULES_KEY: [hub_only("revision", "the branch, tag or commit", unset="main")]}
+        json_schema_extra={
+            RULES_KEY: [
+                hub_only("revision", "the branch, tag or commit", unset="main"),
+                hub_only("secretRef", "the access token"),
+            ]
+        }
     )
 
     uri: ModelURI
     """Place of the head: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder holds
     safetensors files with a `config.json`, in the layout of EAGLE or of speculators."""
     revision: Revision = "main"
-    """Branch, tag or commit of an `hf://` repository. Name a commit: workers with different heads exchange no blocks,
-    and each asks for itself what a branch is."""
+    """Branch, tag or commit of an `hf://` repository. The operator asks once which commit a branch or tag is, and all
+    workers load that one: see `status.draft`."""
+    secret_ref: SecretKey | None = None
+    """Access token for a private `hf://` repository. Defaults to `spec.model.secretRef`."""
 
 
 class Speculative(Authored):
@@ -54,7 +61,7 @@ class Speculative(Authored):
         }
     )
 
-    method: SpeculativeMethod = "Off"
+    method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
     `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks the head `draft` alone.
     `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says

@@ -204,6 +204,8 @@ class InferenceModelStatus(Wire):
     """Revision that new worker pods get."""
     model: ModelStatus | None = None
     """The weights, by commit."""
+    draft: ModelStatus | None = None
+    """Those of the draft head. What it was resolved to stays until the spec names another head or revision."""
     images: ImagesStatus | None = None
     """What stands in for images that the spec does not name. A release of the operator brings others, and they come
     when `rollout.followImage` or the chart says so."""

@@ -143,7 +143,7 @@ class Gateway:
             return
         endpoint.own.tell(
             keeps_steps=sample.keeps_step_seconds is True,
-            decode_seconds=sample.decode_step_seconds,
+            decode_seconds=sample.plain_step_seconds or sample.decode_step_seconds,
             running=sample.running_requests,
         )
         if sample.decode_tokens_per_step is not None:

@@ -57,7 +57,9 @@ from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.rollout.statefulsets import StatefulSetPlan, plan_drain_limits, plan_stateful_sets
 from tandem_operator.runtime import metrics
 from tandem_operator.runtime.turns import LoopTurns
+from tandem_operator.weights import drafts
 from tandem_operator.weights.commits import (
+    MODEL_PATH,
     CommitPlan,
     can_wait,
     is_resolved,
@@ -171,7 +173,8 @@ class Reconciler:
         images = self._rollouts.choose_images(look, replicas.model)
         blueprint = with_images(_draw(replicas, self._release), images)
         weights = self._name_weights(look, blueprint)
-        blueprint = dataclasses.replace(blueprint, commit=weights.commit)
+        head = None if weights.draft is None else weights.draft.commit
+        blueprint = dataclasses.replace(blueprint, commit=weights.commit, draft_commit=head)
         # 7. Keys before pods that mount them.
         keys = await self._ensure_keys(look, blueprint)
         if look.ending:
@@ -214,11 +217,27 @@ class Reconciler:
         if hub is not None and asks and question is not None:
             answer = hub.ask(look.key, question, can_wait=can_wait(model, request))
         elif hub is not None:
-            hub.forget(look.key)  # the model named a branch before
+            hub.forget(look.key, MODEL_PATH)  # the model named a branch before
         needed = asks and question is not None and not is_resolved(model) and makes_workers(blueprint, ours)
         weights = plan_commit(model, answer, asks=asks, request=request, needed=needed, now=format_time(self._clock()))
-        look.note(weights.problem)
-        return weights
+        head = self._name_draft(look, dataclasses.replace(blueprint, commit=weights.commit), asks=asks)
+        problem = weights.problem or head.problem
+        look.note(problem)
+        return dataclasses.replace(weights, draft=head.status, problem=problem)
+
+    def _name_draft(self, look: Look, blueprint: Blueprint, *, asks: bool) -> CommitPlan:
+        """The same of the draft head's files."""
+        ours, hub, question = look.own_before, self._hub, drafts.read_question(blueprint)
+        known = drafts.find_known(blueprint, ours)
+        asks = asks and question is not None and known is None
+        answer = None
+        if hub is not None and asks and question is not None:
+            answer = hub.ask(look.key, question)
+        elif hub is not None:
+            hub.forget(look.key, drafts.PATH)
+        needed = asks and makes_workers(blueprint, ours)
+        now = format_time(self._clock())
+        return drafts.plan_draft(blueprint.model, known, answer, asks=asks, needed=needed, now=now)
 
     async def _ensure_keys(self, look: Look, blueprint: Blueprint) -> KeyLook:
         keys = KeyLook(usable=False)

@@ -98,6 +98,7 @@ def build_status(
         url=names.service_url(blueprint.name, model.metadata.namespace, tls=model.spec.gateway.tls is not None),
         revision=blueprint.revision,
         model=weights.status,
+        draft=weights.draft,
         images=images,
         routing=plan_routing(blueprint, now=present),
         rollout=rollout,

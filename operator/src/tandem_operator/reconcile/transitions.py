@@ -39,7 +39,8 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
     scaled = [Happening(reason="Autoscaled", message=text) for text in scaled_by(before.scaling, after.scaling)]
-    changes = [*_renamed(before, after), *_weights(before.model, after.model), *_rest(before, after), *scaled]
+    weights = [*_weights(before.model, after.model), *_weights(before.draft, after.draft)]
+    changes = [*_renamed(before, after), *weights, *_rest(before, after), *scaled]
     return [*events, *changes, *rollout_happenings(before.rollout, after.rollout)]
 
 

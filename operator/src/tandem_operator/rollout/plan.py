@@ -230,10 +230,11 @@ def _make(blueprint: Blueprint, spec: InferenceModelSpec | None, live: Children)
 
 
 def _with_spec(blueprint: Blueprint, spec: InferenceModelSpec) -> Blueprint:
-    """A revision that was kept names its commit itself."""
+    """A revision that was kept names its commits itself."""
     if spec is blueprint.model.spec:
         return blueprint
-    return dataclasses.replace(blueprint, model=blueprint.model.model_copy(update={"spec": spec}), commit=None)
+    model = blueprint.model.model_copy(update={"spec": spec})
+    return dataclasses.replace(blueprint, model=model, commit=None, draft_commit=None)
 
 
 def _tried_roles(

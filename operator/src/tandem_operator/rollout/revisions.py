@@ -44,6 +44,8 @@ def content_of(blueprint: Blueprint) -> Manifest:
     content = {key: _made_from(value, (key,)) for key, value in told.items()}
     if blueprint.commit is not None:
         content["model"]["revision"] = blueprint.commit
+    if blueprint.draft_commit is not None:
+        content["engine"]["speculative"]["draft"]["revision"] = blueprint.draft_commit
     return content | {"engine": content.get("engine", {}) | {"image": blueprint.worker_image}}
 
 

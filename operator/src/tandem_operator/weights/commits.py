@@ -28,6 +28,7 @@ from tandem_operator.workloads.configs import CONFIG_FILE
 PUBLIC_HUB = "https://huggingface.co"
 RESOLVE_ANNOTATION = f"{GROUP}/resolve-model"
 """On an InferenceModel: a new value asks for what the revision is now."""
+MODEL_PATH = "spec.model"
 _REQUEST_MAX = 253
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SCHEME = "hf://"
@@ -42,6 +43,8 @@ class CommitQuestion:
     revision: str
     secret: SecretKey | None = None
     request: str | None = None
+    path: str = MODEL_PATH
+    """What of the object names the repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class CommitPlan:
     """What the condition `ModelResolved` says: whether it holds, None for unknown, its reason and sentence."""
     problem: Problem | None = None
     """Why workers cannot be made."""
+    draft: ModelStatus | None = None
+    """What workers load of the draft head's repository, see `drafts`."""
 
 
 def is_commit(revision: str) -> bool:

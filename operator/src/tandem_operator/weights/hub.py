@@ -72,35 +72,38 @@ class Hub:
         self._client = client
         self._on_answer = on_answer
         self._clock = clock
-        self._asked: dict[ModelKey, _Asked] = {}
+        self._asked: dict[tuple[ModelKey, str], _Asked] = {}
+        """By model, and by what of it names the repository."""
         self._places = asyncio.Semaphore(_AT_A_TIME)
         self._session: aiohttp.ClientSession | None = None
 
     def ask(self, key: ModelKey, question: CommitQuestion, *, can_wait: bool = False) -> CommitAnswer | None:
         """The latest answer; None before the first. Where it is old, or was none, the hub is asked again meanwhile;
         after failures ever later, up to a minute, or where it `can_wait` up to the time between two questions."""
-        asked = self._asked.get(key)
+        asked = self._asked.get((key, question.path))
         if asked is None or asked.question != question:
-            self.forget(key)
-            asked = self._asked[key] = _Asked(question)
+            self.forget(key, question.path)
+            asked = self._asked[key, question.path] = _Asked(question)
         asked.can_wait = can_wait
         if asked.task is None and self._seconds_left(asked) <= 0:
             asked.task = asyncio.create_task(self._run(key, asked), name=f"hub {key}")
         return asked.answer
 
     def look_after(self, key: ModelKey) -> float | None:
-        """Seconds until it should be asked again; None while it is being asked, or where nothing was."""
-        asked = self._asked.get(key)
-        return None if asked is None or asked.task is not None else max(0.0, self._seconds_left(asked))
+        """Seconds until something should be asked again; None while it is being asked, or where nothing was."""
+        asked = [asked for (model, _), asked in self._asked.items() if model == key and asked.task is None]
+        return min((max(0.0, self._seconds_left(each)) for each in asked), default=None)
 
-    def forget(self, key: ModelKey) -> None:
-        asked = self._asked.pop(key, None)
-        if asked is not None and asked.task is not None:
-            asked.task.cancel()
+    def forget(self, key: ModelKey, path: str | None = None) -> None:
+        """What was asked of a model, or of what `path` names alone."""
+        for known in [each for each in self._asked if each[0] == key and path in (None, each[1])]:
+            asked = self._asked.pop(known)
+            if asked.task is not None:
+                asked.task.cancel()
 
     async def close(self) -> None:
         tasks = [asked.task for asked in self._asked.values() if asked.task is not None]
-        for key in list(self._asked):
+        for key, _ in list(self._asked):
             self.forget(key)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
@@ -129,7 +132,7 @@ class Hub:
         token: str | None = None
         try:
             if question.secret is not None:
-                token = await self._read_token(key, question.secret)
+                token = await self._read_token(key, question, question.secret)
             return await self._fetch(question, token)
         except _RefusedError as error:
             return CommitAnswer(problem=error.problem)
@@ -141,13 +144,13 @@ class Hub:
             log.exception("asking the hub failed", extra={"model": str(key)})
             return CommitAnswer(problem=_unreachable(question, repr(error)))
 
-    async def _read_token(self, key: ModelKey, secret: SecretKey) -> str:
+    async def _read_token(self, key: ModelKey, question: CommitQuestion, secret: SecretKey) -> str:
         try:
             found = await self._client.find(SECRET.path(key.namespace, secret.name))
         except (APIError, aiohttp.ClientError, TimeoutError) as error:
             raise _RefusedError(refusal(f"Secret {secret.name}", error, doing="read")) from error
         text = dig(found, "data", secret.key)
-        what = f"Secret {secret.name}, which spec.model.secretRef names,"
+        what = f"Secret {secret.name}, which {question.path}.secretRef names,"
         if found is None:
             raise _refused("SecretNotFound", f"{what} does not exist in this namespace: create it")
         if text is None:
@@ -193,19 +196,19 @@ def _unreachable(question: CommitQuestion, said: str) -> Problem:
 
 
 def _explain(question: CommitQuestion, response: aiohttp.ClientResponse, *, has_token: bool) -> _RefusedError:
-    repository, endpoint = question.repository, question.endpoint
+    repository, endpoint, path = question.repository, question.endpoint, question.path
     code = response.headers.get("X-Error-Code", "")
     if code == "RevisionNotFound":
-        return _refused(code, f"{repository} has no revision {question.revision!r} at {endpoint}: correct spec.model")
+        return _refused(code, f"{repository} has no revision {question.revision!r} at {endpoint}: correct {path}")
     if code == "GatedRepo":
-        text = f"{repository} is gated: accept its terms at {endpoint} and give an access token in spec.model.secretRef"
+        text = f"{repository} is gated: accept its terms at {endpoint} and give an access token in {path}.secretRef"
         return _refused("AccessDenied", text)
     if response.status in (401, 403):
-        means = "the token of spec.model.secretRef does not open it" if has_token else "no token was given"
+        means = f"the token of {path}.secretRef does not open it" if has_token else "no token was given"
         text = f"{endpoint} denies access to {repository}: it is private or does not exist, and {means}"
-        return _refused("AccessDenied", f"{text}; check spec.model.uri and spec.model.secretRef")
+        return _refused("AccessDenied", f"{text}; check {path}.uri and {path}.secretRef")
     if response.status == 404:
-        return _refused("ModelNotFound", f"there is no repository {repository} at {endpoint}: correct spec.model.uri")
+        return _refused("ModelNotFound", f"there is no repository {repository} at {endpoint}: correct {path}.uri")
     return _RefusedError(_unreachable(question, f"it answered with status {response.status}"))
 
 

@@ -47,6 +47,8 @@ class Blueprint:
     readiness gate of workers. Earlier releases gave none of it, and what runs is left as it is (`inherit`)."""
     commit: str | None = None
     """The commit of an `hf://` repository that workers load; None: each resolves `spec.model.revision` for itself."""
+    draft_commit: str | None = None
+    """The same of the draft head's repository."""
     kept_image: str | None = None
     """The image of workers of a model that names none, where it is not the release's (`rollout.images`)."""
     left: frozenset[str] = frozenset()
@@ -68,6 +70,12 @@ class Blueprint:
     @property
     def weights_revision(self) -> str:
         return self.commit or self.model.spec.model.revision
+
+    @property
+    def draft_revision(self) -> str | None:
+        """What workers load of the draft head's repository; None: there is no head."""
+        head = self.model.spec.engine.speculative.head
+        return None if head is None else self.draft_commit or head.revision
 
     @property
     def worker_image(self) -> str:
@@ -146,7 +154,7 @@ class Blueprint:
             parts += [spec.engine.kind, *spec.engine.args, f"disaggregated={spec.prefill is not None}"]
         head = spec.engine.speculative.head
         if head is not None:
-            parts += ["draft", head.uri, head.revision]
+            parts += ["draft", head.uri, self.draft_revision or head.revision]
         return digest(parts)[:10]
 
     def image_of(self, role: Role) -> str:

@@ -108,7 +108,8 @@ def _draft_source(blueprint: Blueprint) -> ModelSource | None:
     head = blueprint.model.spec.engine.speculative.head
     if head is None:
         return None
-    return ModelSource(uri=head.uri, revision=head.revision, hub_endpoint=blueprint.release.hub_endpoint)
+    revision = blueprint.draft_revision or head.revision
+    return ModelSource(uri=head.uri, revision=revision, hub_endpoint=blueprint.release.hub_endpoint)
 
 
 def _packed_form(blueprint: Blueprint) -> PackedForm | None:

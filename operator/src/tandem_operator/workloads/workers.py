@@ -133,11 +133,15 @@ def _started_path(blueprint: Blueprint) -> str:
 
 
 def token_env(blueprint: Blueprint) -> list[Manifest]:
-    """The hub's token. Its Secret is not optional: a missing one holds the pod back and shows in the conditions."""
-    secret = blueprint.model.spec.model.secret_ref
-    if secret is None:
-        return []
-    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}]
+    """The hub's tokens. No Secret is optional: a missing one holds the pod back and shows in the conditions."""
+    spec = blueprint.model.spec
+    head = spec.engine.speculative.head
+    secrets = {"HF_TOKEN": spec.model.secret_ref, "HF_TOKEN_DRAFT": None if head is None else head.secret_ref}
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        for name, secret in secrets.items()
+        if secret is not None
+    ]
 
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:

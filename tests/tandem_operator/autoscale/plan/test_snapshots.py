@@ -105,6 +105,14 @@ def test_a_step_that_makes_several_tokens_of_an_answer_is_so_many_token_times() 
     assert decoding(0.03).step_seconds == pytest.approx(0.03)
 
 
+def test_the_time_of_a_token_is_taken_as_it_is_told_beside_prompts_too() -> None:
+    """Else a prompt beside answers whose guesses are right would seem to hold them up for several tokens."""
+    told = {"decode_token_seconds": 0.012, "decode_tokens_per_step": 3.0, "mixed_step_seconds": 0.06}
+    found = decoding(0.03, **told, mixed_token_seconds=0.02)
+    assert (found.step_seconds, found.mixed_step_seconds) == (pytest.approx(0.012), pytest.approx(0.02))
+    assert decoding(0.03, mixed_step_seconds=0.06).mixed_step_seconds == pytest.approx(0.06)
+
+
 @pytest.mark.parametrize("told", [2.0, 1e8, 2e-4, 1e-6])
 def test_what_most_workers_agree_on_counts_and_who_differs_is_named(told: float) -> None:
     found = decoding(0.019, told, 0.021, 0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,8 @@ from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS, choose_leng
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.costs import ROWS_PER_PASS, StepCosts
 from tandem_worker.engine.guess.rates import Luck, Rates
+from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
+from tandem_worker.engine.schedule.plan import StepPlan
 
 CHANCES = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -82,6 +85,52 @@ def test_costs_are_learned_from_steps_on_a_machine_of_any_speed() -> None:
             true = 1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1)
             assert costs.relative(rows) == pytest.approx(true, rel=0.05)
     assert StepCosts().predict(3) is None
+
+
+def test_the_first_steps_touch_fresh_memory_and_say_little_of_what_rows_cost() -> None:
+    costs = StepCosts()
+    for number in range(60):
+        rows = (1, 9)[number % 2]
+        costs.learn(rows, StepCosts().relative(rows) * (20.0 if number < 5 else 1.0))
+    for rows in (1, 6, 9, 16):
+        assert costs.relative(rows) == pytest.approx(StepCosts().relative(rows), rel=0.02)
+        assert costs.predict(rows) == pytest.approx(StepCosts().relative(rows), rel=0.02)
+
+
+class Slow:
+    """A guesser that takes half a second, by the clock of the test, and knows nothing."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def propose(self, sequences: Any, most: Any, plan: StepPlan) -> dict[Any, Any]:
+        self.clock[0] += 0.5
+        return {}
+
+    def forget(self, sequence: Any) -> None: ...
+
+
+class Choice:
+    most_guesses = 4
+
+
+def decodes(count: int) -> StepPlan:
+    return StepPlan(decodes=[Choice() for _ in range(count)])  # pyright: ignore[reportArgumentType]
+
+
+def test_what_guesses_of_a_step_that_failed_took_is_no_part_of_the_next_one() -> None:
+    clock = [0.0]
+    speculator = Speculator(Slow(clock), SpeculationSettings(), max_rows=64, wall=lambda: clock[0])
+    speculator.plan(decodes(2), 8)  # and its step fails: nobody says that it is over
+    full = decodes(2)  # is as full as a step may be: nobody is asked for guesses
+    assert speculator.without_guesses(full, 0.25) == 0.25
+    speculator.record(full, {}, 0.25)
+    assert speculator.costs.predict(2) == pytest.approx(0.25)
+    later = decodes(2)
+    speculator.plan(later, 8)
+    assert speculator.without_guesses(later, 0.75) == pytest.approx(0.25)
+    speculator.record(later, {}, 0.75)
+    assert speculator.costs.predict(2) == pytest.approx(0.25)
 
 
 def test_rates_are_learned_by_source_and_length() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,41 @@ def test_a_large_chunk_corrects_what_small_ones_beside_decodes_have_left() -> No
     assert meter.plan_step_tokens(1.0) < 500
     meter.record(num_prefill_tokens=1000, num_decodes=0, seconds=1.0)
     assert meter.plan_step_tokens(1.0) > 750
+
+
+@pytest.mark.parametrize("most", [1, 4, 9])
+def test_the_time_of_a_token_is_that_of_steps_that_make_one_and_of_those_that_make_many(most: int) -> None:
+    """Whoever plans by it is within a tenth, at any time of a load that is a mean of steps that differ by a factor."""
+    generator, meter = random.Random(most), SpeedMeter()
+    steps = [(0.01 * generator.uniform(0.95, 1.05) * (1 + 0.05 * saved), saved)
+             for saved in (generator.choice((0, 0, most - 1, most // 2)) for _ in range(3000))]  # fmt: skip
+    truth = sum(seconds for seconds, _ in steps) / sum(1 + saved for _, saved in steps)
+    off: list[float] = []
+    for number, (seconds, saved) in enumerate(steps):
+        for prefill in (0, 40):
+            meter.record(num_prefill_tokens=prefill, num_decodes=4, seconds=seconds, num_guesses=4 * most,
+                         num_saved=4 * saved)  # fmt: skip
+        if number >= 300:
+            off += [abs(time.seconds / truth - 1) for time in (meter.decode_token, meter.mixed_token) if time.seconds]
+    assert sum(error < 0.1 for error in off) > 0.9 * len(off)
+    assert sum(off) / len(off) < 0.05
+
+
+def test_chunks_are_sized_by_what_decodes_would_take_without_guesses() -> None:
+    """A step that checks guesses lasts longer and makes more tokens: a prompt beside it loses nothing by that."""
+    plain, guessing = SpeedMeter(), SpeedMeter()
+    for _ in range(50):
+        plain.record(num_prefill_tokens=0, num_decodes=4, seconds=0.02)
+        guessing.record(
+            num_prefill_tokens=0, num_decodes=4, seconds=0.04, num_guesses=20, num_saved=15, plain_seconds=0.02
+        )
+        plain.record(num_prefill_tokens=100, num_decodes=4, seconds=0.03)
+        guessing.record(
+            num_prefill_tokens=100, num_decodes=4, seconds=0.034, num_guesses=4, num_saved=4, plain_seconds=0.03
+        )
+    assert guessing.decode_step_seconds == pytest.approx(0.04)
+    assert guessing.plain_step_seconds == pytest.approx(0.02)
+    assert guessing.plan_chunk_tokens(0.05, True) == plain.plan_chunk_tokens(0.05, True) == pytest.approx(300, abs=1)
 
 
 def record_apart(meter: WorkMeter, steps: list[tuple[float, float, int, int]], now: float = 0.0) -> float:

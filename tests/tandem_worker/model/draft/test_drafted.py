@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.execute.arena import AllocationCounter
 from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
@@ -143,3 +144,39 @@ def test_a_state_that_is_no_number_promises_nothing(model: DraftedLM) -> None:
         tokens, confidences = model.begin_chains([ChainStart(8, 3, [1])], 1, cache).advance([0])
     assert 0 <= tokens[0] < VOCAB
     assert confidences == [0.0]
+
+
+def test_texts_are_gathered_once_and_into_memory_that_is_kept(model: DraftedLM) -> None:
+    """Nothing as large as a text is made beside it, and a text that grows by a token a step touches no fresh memory."""
+    length, size = 400, SIZE
+    cache = allocate_kv_cache(model.kv_cache_spec(size), 240, CPU)
+    generator = torch.Generator().manual_seed(1)
+    cache.layers[-2].copy_(torch.randn(cache.layers[-2].shape, generator=generator))
+    table = torch.randperm(239, generator=generator).add(1).tolist()
+    sizes: set[int] = set()
+    for position in range(length, length + 60):
+        start = ChainStart(3, position, table[: -(-position // size)])
+        with torch.inference_mode(), AllocationCounter() as counter:
+            chains = model.begin_chains([start], 4, cache)
+        entries = cache.layers[-2][start.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        assert torch.equal(chains._contexts[0][:, :, : position - 1], entries[:, :, 1:position])
+        if model.chain_bytes in sizes:
+            assert counter.peak < entries.nbytes / 4
+        sizes.add(model.chain_bytes)
+    assert len(sizes) <= 2
+    assert model.chain_bytes < 1.3 * entries.nbytes
+
+
+def test_many_texts_of_any_length_have_a_memory_each(model: DraftedLM) -> None:
+    cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 30, CPU)
+    cache.layers[-2].copy_(torch.randn(cache.layers[-2].shape, generator=torch.Generator().manual_seed(2)))
+    cache.layers[-1].fill_(0.5)
+    starts = [ChainStart(3, at, list(range(1 + at % 3, 1 + at % 3 + -(-at // SIZE)))) for at in (1, 2, 4, 5, 17, 40)]
+    with torch.inference_mode():
+        together = model.begin_chains(starts, 3, cache)
+        told = [together.advance(range(len(starts))) for _ in range(3)]
+        for row, start in enumerate(starts):
+            alone = model.begin_chains([start], 3, cache)
+            for tokens, confidences in told:
+                (token,), (confidence,) = alone.advance([0])
+                assert (token, confidence) == (tokens[row], pytest.approx(confidences[row], abs=1e-5))

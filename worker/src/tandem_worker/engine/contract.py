@@ -47,7 +47,12 @@ class EngineStats:
     """Guesses that were checked, by source; empty where nobody guesses."""
     accepted_draft_tokens_total: Mapping[str, int] = field(default_factory=dict[str, int])
     guess_seconds_total: float | None = None
-    """None where nobody guesses."""
+    """None where nobody guesses, as are those that follow."""
+    guess_bytes: int | None = None
+    """Memory of what guesses are made from, beside what belongs to requests that run."""
+    decode_token_seconds: float | None = None
+    plain_step_seconds: float | None = None
+    mixed_token_seconds: float | None = None
 
     @property
     def preemptions_total(self) -> int:

@@ -24,6 +24,11 @@ class Drafting:
         self._kv_cache = kv_cache
         self.block_size = kv_cache.spec.block_size
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that chains of guesses have taken."""
+        return self._model.chain_bytes
+
     def begin(self, places: Rows[Place], depth: int) -> Chains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
         return self._model.begin_chains([ChainStart(*place) for place in places], depth, self._kv_cache)

@@ -248,6 +248,7 @@ class StepRunner:
             num_guesses=plan.num_guesses,
             num_saved=self.outputs.right.total(),
             seconds=seconds,
+            plain_seconds=None if self.speculator is None else self.speculator.without_guesses(plan, seconds),
         )
         if self.speculator is not None:
             self.speculator.record(plan, self.outputs.right, seconds)

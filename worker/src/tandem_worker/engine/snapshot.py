@@ -10,7 +10,7 @@ from tandem_worker.engine.contract import EngineStats
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.runner import StepRunner
-from tandem_worker.engine.schedule.meter import WorkMeter
+from tandem_worker.engine.schedule.meter import SpeedMeter, WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
 _LARGEST = frozenset(
@@ -21,7 +21,8 @@ _SHARED = frozenset(
     {
         "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",
         "computed_prompt_tokens_total", "decode_tokens_per_step", "draft_tokens_total",
-        "accepted_draft_tokens_total", "guess_seconds_total",
+        "accepted_draft_tokens_total", "guess_seconds_total", "guess_bytes", "decode_token_seconds",
+        "plain_step_seconds", "mixed_token_seconds",
     }
 )  # fmt: skip
 """Every lane has the same figure. There are no guesses where there are several."""
@@ -66,17 +67,21 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         prefills_remote_total=totals.prefills_remote,
         prefills_fallback_total=totals.prefills_fallback,
         decode_tokens_per_step=meter.decode_tokens_per_step,
-        **_describe_guesses(lane.speculator),
+        **_describe_guesses(lane.speculator, meter),
     )
 
 
-def _describe_guesses(speculator: Speculator | None) -> dict[str, Any]:
+def _describe_guesses(speculator: Speculator | None, meter: SpeedMeter) -> dict[str, Any]:
     if speculator is None:
         return {}
     return {
         "draft_tokens_total": {source.value: speculator.drafted[source] for source in Source},
         "accepted_draft_tokens_total": {source.value: speculator.accepted[source] for source in Source},
         "guess_seconds_total": speculator.seconds,
+        "guess_bytes": speculator.num_bytes,
+        "decode_token_seconds": meter.decode_token.seconds,
+        "plain_step_seconds": meter.plain_step_seconds,
+        "mixed_token_seconds": meter.mixed_token.seconds,
     }
 
 

@@ -47,20 +47,26 @@ def build_speculator(
         | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
     )
     costs = StepCosts()
+    history = History(config.history_bytes) if config.history_bytes and config.method != "Draft" else None
+
+    def measure_bytes() -> int:
+        return (0 if history is None else history.num_bytes) + (0 if drafting is None else drafting.num_bytes)
+
     return Speculator(
-        _build_guesser(config, drafting, costs if config.adaptive else None),
+        _build_guesser(config, history, drafting, costs if config.adaptive else None),
         SpeculationSettings(max_tokens=config.max_tokens, adaptive=config.adaptive),
         max_rows=max(max_rows, config.max_tokens + 1),
         may_guess=_may_guess,
+        measure_bytes=measure_bytes,
         costs=costs,
     )
 
 
-def _build_guesser(config: SpeculativeConfig, drafting: Drafting | None, costs: StepCosts | None) -> Guesser:
+def _build_guesser(
+    config: SpeculativeConfig, history: History | None, drafting: Drafting | None, costs: StepCosts | None
+) -> Guesser:
     """Guesses by text, by the head, or by both."""
-    lookup = None
-    if config.method != "Draft":
-        lookup = LookupGuesser(History(config.history_bytes) if config.history_bytes else None)
+    lookup = LookupGuesser(history) if config.method != "Draft" else None
     if drafting is None:
         assert lookup is not None, "the method Draft has a head"
         return lookup

@@ -34,8 +34,11 @@ class PodFacts:
     namespace: str
     pod_ip: str
     token: str | None
+    """Opens the model's repository."""
     log_level: str
     termination_path: Path
+    draft_token: str | None = None
+    """Opens that of the draft head; None: `token` does, if anything."""
     cuda_graphs: bool = True
     """Record decode steps on a GPU. Without, each kernel is launched by itself, so that an error names it."""
 
@@ -47,6 +50,7 @@ def observe_pod(environment: Mapping[str, str]) -> PodFacts:
         namespace=environment.get("POD_NAMESPACE", "default"),
         pod_ip=environment.get("POD_IP", "127.0.0.1"),
         token=environment.get("HF_TOKEN", "").strip() or None,
+        draft_token=environment.get("HF_TOKEN_DRAFT", "").strip() or None,
         log_level=environment.get("TANDEM_LOG_LEVEL", "INFO"),
         cuda_graphs=environment.get("TANDEM_CUDA_GRAPHS", "1") != "0",
         termination_path=Path(environment.get("TERMINATION_MESSAGE_PATH") or names.TERMINATION_MESSAGE_PATH),

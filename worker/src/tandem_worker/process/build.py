@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
+    from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
@@ -163,7 +164,7 @@ class _Start:
             self._progress.origin = "downloaded"
         head = self._config.speculative.head
         if head is not None:
-            self._draft = _fetch_draft(head, self._pod.token, self._config)
+            self._draft = _fetch_draft(head, self._pod.draft_token or self._pod.token, self._config)
         if self._group is not None:
             self._group.start(path)
         return path
@@ -408,7 +409,7 @@ class _Start:
             gpu=open_gpu_reader(model.device),
             matrices=memory.matrices,
             weights=memory.weights,
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
+            memory_bytes=lambda: _list_memory(memory, pages, engine),
             start=self._progress,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
@@ -489,7 +490,11 @@ def _fetch_draft(head: ModelSource, token: str | None, config: WorkerConfig) -> 
             "DraftUnsupported",
             "The ranks of a group compute no draft heads yet: leave engine.speculative.draft out, or parallelism at 1.",
         )
-    return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+    try:
+        return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+    except StartupError as error:
+        said = str(error).replace("spec.model.", "spec.engine.speculative.draft.")
+        raise StartupError(error.reason, f"The draft head cannot be fetched: {said}") from error
 
 
 def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
@@ -581,6 +586,13 @@ def _connect_transport(
         transports=transports if config.role is Role.PREFILL else None,
     )
     return start_server(server, config.kv.port)
+
+
+def _list_memory(memory: MemoryLedger, pages: BlockPages, engine: EngineCore) -> dict[str, int]:
+    """Bytes by what holds them now. Guesses have an entry where there are any."""
+    now = {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes}
+    guesses = engine.stats().guess_bytes
+    return memory.by_kind | now | ({} if guesses is None else {"guesses": guesses})
 
 
 def _log_ready(worker: Worker, progress: StartProgress) -> None:

@@ -133,11 +133,12 @@ class RoleState:
     tokens_per_second: float | None = None
     """Prompt tokens that a replica computes per second while it is busy: its velocity."""
     step_seconds: float | None = None
-    """A decode step, in the mean over the replicas that decode."""
+    """A decode step, in the mean over the replicas that decode; where steps make several tokens of an answer, the time
+    between two of them."""
     mean_step_seconds: float | None = None
     """The same with the replicas that are `odd`: what clients get."""
     mixed_step_seconds: float | None = None
-    """A step that computes prompts beside answers, in the mean over the replicas that decode."""
+    """The same of steps that compute prompts beside answers."""
     decoding: int | None = None
     """How many replicas these are; None: all that are ready."""
     transfer_share: float | None = None

@@ -212,7 +212,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
     decoding = [sample for sample in samples if sample.running_requests]
     velocity = agree({sample.pod: sample.prefill_tokens_per_second for sample in samples})
     step = agree({sample.pod: _token_seconds(sample) for sample in decoding})
-    mixed = agree({sample.pod: sample.mixed_step_seconds for sample in decoding})
+    mixed = agree({sample.pod: sample.mixed_token_seconds or sample.mixed_step_seconds for sample in decoding})
     return RoleState(
         replicas=count.replicas,
         ready=count.ready,
@@ -233,7 +233,9 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
 
 
 def _token_seconds(sample: WorkerTelemetry) -> float | None:
-    """Seconds between two tokens of an answer: of a step, by the tokens that it makes of each."""
+    """Seconds between two tokens of an answer: as it is told where steps make several of each, else those of a step."""
+    if sample.decode_token_seconds is not None:
+        return sample.decode_token_seconds
     step = sample.decode_step_seconds
     return None if step is None else step / (sample.decode_tokens_per_step or 1.0)
 

@@ -7,6 +7,8 @@ base follows the contexts and whatever else runs on the machine, the two slopes 
 
 from __future__ import annotations
 
+import math
+
 ROWS_PER_PASS = 6
 """Rows that the native kernels compute in one pass (`kMaxRows`)."""
 _PER_ROW, _PER_PASS = 0.02, 0.20
@@ -18,15 +20,18 @@ _LEAST, _MOST = 0.4, 4.0
 look free."""
 _OUTLIER = 0.1
 """A step says no more than that it was so much longer or shorter than predicted: more is what disturbed it."""
+_FIRST_STEPS = 8
+"""Of these the fastest says what the base is: memory is touched for the first time in them."""
 _LEAST_SQUARE = 0.01
 """Steps of few more rows say little about what a row costs."""
 
 
 class StepCosts:
-    __slots__ = ("_base", "_pass_factor", "_row_factor")
+    __slots__ = ("_base", "_num_learned", "_pass_factor", "_row_factor")
 
     def __init__(self) -> None:
         self._base: float | None = None
+        self._num_learned = 0
         self._row_factor = self._pass_factor = 1.0
 
     def relative(self, rows: int) -> float:
@@ -41,8 +46,9 @@ class StepCosts:
     def learn(self, rows: int, seconds: float) -> None:
         """A step of decodes alone took so long."""
         shape = self.relative(rows)
-        if self._base is None:
-            self._base = seconds / shape
+        if self._base is None or self._num_learned < _FIRST_STEPS:
+            self._base = min(seconds / shape, self._base or math.inf)
+            self._num_learned += 1
             return
         limit = _OUTLIER * shape
         error = min(limit, max(-limit, seconds / self._base - shape))

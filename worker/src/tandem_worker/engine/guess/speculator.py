@@ -35,12 +35,14 @@ class Speculator:
         *,
         max_rows: int,
         may_guess: Callable[[Sequence], bool] = lambda sequence: True,
+        measure_bytes: Callable[[], int] = lambda: 0,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.thread_time,
         wall: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?
-        `costs`: where the guesser wants to know them too. `wall` is the clock of the durations that are recorded."""
+        `measure_bytes`: what guesses are made from takes so many bytes now. `costs`: where the guesser wants to know
+        them too. `wall` is the clock of the durations that are recorded."""
         self.drafted: Counter[Source] = Counter()
         """Guesses that were checked."""
         self.accepted: Counter[Source] = Counter()
@@ -52,12 +54,20 @@ class Speculator:
         self._settings = settings
         self._max_rows = max_rows
         self._may_guess = may_guess
+        self._measure_bytes = measure_bytes
         self._clock = clock
         self._wall = wall
+        self._planned: StepPlan | None = None
+        """The step that guesses were made for last."""
         self._spent = 0.0
-        """Seconds of the step that is planned which went into its guesses."""
+        """Seconds of that step which went into its guesses."""
         self._sources: dict[Sequence, Source] = {}
-        """Sources of the guesses in the step that is planned."""
+        """Sources of the guesses in it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what guesses are made from, beside what belongs to requests that run."""
+        return self._measure_bytes()
 
     def plan(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """What `Scheduler.guess` asks for: the guesses of this step, `budget` at the most."""
@@ -65,7 +75,7 @@ class Speculator:
         chosen = self._choose(plan, min(budget, self._max_rows - len(plan.decodes) - len(plan.chunks)))
         self._sources = {sequence: guess.source for sequence, guess in chosen.items()}
         self.seconds += self._clock() - began
-        self._spent = self._wall() - started
+        self._planned, self._spent = plan, self._wall() - started
         return {sequence: guess.tokens for sequence, guess in chosen.items()}
 
     def _choose(self, plan: StepPlan, most: int) -> dict[Sequence, Guess]:
@@ -91,16 +101,26 @@ class Speculator:
             if length
         }
 
+    def without_guesses(self, plan: StepPlan, seconds: float) -> float:
+        """What a step that took so many seconds would have taken without guesses, by what rows cost."""
+        rows, guesses = plan.num_tokens, plan.num_guesses
+        computing = seconds - self._spent_on(plan)
+        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows) if guesses else computing
+
     def record(self, plan: StepPlan, right: Mapping[Sequence, int], seconds: float) -> None:
         """A step is over. `right`: how many guesses of a choice saved it a step; where none did it has no entry."""
         for sequence, tokens in plan.guesses.items():
             source = self._sources[sequence]
             self.drafted[source] += len(tokens)
             self.accepted[source] += right.get(sequence, 0)
-        self._sources = {}
         if not plan.chunks:
-            self.costs.learn(plan.num_tokens, seconds - self._spent)
-        self._spent = 0.0
+            self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
+        self._planned, self._sources = None, {}
+
+    def _spent_on(self, plan: StepPlan) -> float:
+        """Seconds that went into this step's guesses. None were made for a step without room for them, nor were those
+        for it which an earlier step had that failed."""
+        return self._spent if plan is self._planned else 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """The choice has ended."""

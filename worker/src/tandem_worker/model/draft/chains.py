@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from tandem_worker.model.draft.eagle3 import Eagle3Head
 
+_SPARE = 8
+"""Texts grow in every step: room is made for an eighth more, so that fresh memory is touched now and then alone."""
+
 
 class ChainStart(NamedTuple):
     """The newest token of a text, behind which a chain begins."""
@@ -31,11 +34,17 @@ class Room:
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
+    @property
+    def num_bytes(self) -> int:
+        """What it holds."""
+        return self._memory.nbytes
+
     def take(self, counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of so many elements each; those that were taken before are given back by this."""
         total = sum(counts)
         if self._memory.numel() < total or self._memory.dtype != like.dtype or self._memory.device != like.device:
-            self._memory = like.new_empty(total)
+            self._memory = torch.empty(0)  # the old is not held beside the new
+            self._memory = like.new_empty(total + total // _SPARE)
         return list(self._memory[:total].split(list(counts)))
 
 
@@ -59,12 +68,14 @@ class Chains:
         self._states = states.index_select(0, torch.tensor([start.blocks[-1] for start in starts], device=device))
         self._lengths = [start.position - 1 for start in starts]
         width = 2 * head.num_kv_heads * head.head_dim
-        memory = room.take([width * (length + depth) for length in self._lengths], kv_layer)
-        shapes = [(2, head.num_kv_heads, length + depth, head.head_dim) for length in self._lengths]
-        self._contexts = [flat.view(shape) for flat, shape in zip(memory, shapes, strict=True)]
-        """Keys and values of each text, and behind them those of the chain."""
-        for start, context in zip(starts, self._contexts, strict=True):
-            _gather(kv_layer, start, context)
+        size = kv_layer.shape[3]
+        spans = [max(len(start.blocks) * size, start.position + depth) for start in starts]
+        memory = room.take([width * span for span in spans], kv_layer)
+        shapes = [(2, head.num_kv_heads, span, head.head_dim) for span in spans]
+        self._contexts = [flat.view(shape)[:, :, 1:] for flat, shape in zip(memory, shapes, strict=True)]
+        """Keys and values of each text, whose first slot has none, and behind them those of the chain."""
+        for start, flat, shape in zip(starts, memory, shapes, strict=True):
+            _gather(kv_layer, start, flat.view(shape))
 
     def advance(self, active: Sequence[int]) -> tuple[list[int], list[float]]:
         """The next guess of each of these chains, and how likely the head holds it to be, 0 to 1."""
@@ -94,9 +105,10 @@ class Chains:
 
 
 def _gather(kv_layer: torch.Tensor, start: ChainStart, context: torch.Tensor) -> None:
-    """Bring the entries of positions 1 up to the start's to the beginning of `context`."""
+    """Bring the entries of the start's blocks to the beginning of `context`, each to its place and no other: what
+    follows the start's position is overwritten by the chain before it is read."""
     if start.position > 1:
         _, _, heads, size, dim = kv_layer.shape
-        blocks = kv_layer.index_select(0, torch.tensor(start.blocks, device=kv_layer.device))
-        in_order = blocks.permute(1, 2, 0, 3, 4).reshape(2, heads, len(start.blocks) * size, dim)
-        context[:, :, : start.position - 1] = in_order[:, :, 1 : start.position]
+        count = len(start.blocks)
+        places = context[:, :, : count * size].view(2, heads, count, size, dim).permute(2, 0, 1, 3, 4)
+        torch.index_select(kv_layer, 0, torch.tensor(start.blocks, device=kv_layer.device), out=places)

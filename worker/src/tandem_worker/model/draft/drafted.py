@@ -66,6 +66,11 @@ class DraftedLM:
         states = self._states.index_select(0, torch.tensor(rows, device=self.device))
         kv_cache.layers[-1].index_copy_(0, torch.tensor(blocks, device=self.device), states)
 
+    @property
+    def chain_bytes(self) -> int:
+        """Memory that chains have taken, which is kept for the next ones."""
+        return self._room.num_bytes
+
     def begin_chains(self, starts: Sequence[ChainStart], depth: int, kv_cache: KVCache) -> Chains:
         """Chains of up to `depth` guesses behind tokens whose texts are in these blocks; earlier ones end here."""
         return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth, self._room)
