@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.drafting import Drafting, HeadHere
+from tandem_worker.engine.guess.draft import Place
 from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
-from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.load import load_model
@@ -139,7 +140,8 @@ def test_a_state_that_is_no_number_promises_nothing(model: DraftedLM) -> None:
     cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 4, CPU)
     step(model, cache, [5, 6, 7], 0, 3, [1])
     cache.layers[-1].fill_(torch.nan)
+    drafting = Drafting(model, cache, HeadHere(model, cache))
     with torch.inference_mode():
-        tokens, confidences = model.begin_chains([ChainStart(8, 3, [1])], 1, cache).advance([0])
+        tokens, confidences = drafting.begin([Place(8, 3, [1], None)], 1).advance([0])
     assert 0 <= tokens[0] < VOCAB
     assert confidences == [0.0]

@@ -74,7 +74,7 @@ class DecoderLM:
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
-        self._context = context = build.context
+        self.context = context = build.context
         self._stack = build.backend.stack(layers)
         self.is_one_call = self._stack.is_one_call
         self._backend = build.backend.attention()
@@ -154,7 +154,7 @@ class DecoderLM:
         )
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
-        context = self._context
+        context = self.context
         if context.is_first_stage:
             assert self._embedding is not None
             return self._embedding(batch.token_ids)
@@ -163,7 +163,7 @@ class DecoderLM:
         return context.pp.receive(like, context.pp_rank - 1)
 
     def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        context = self._context
+        context = self.context
         if not context.is_last_stage:
             assert context.pp is not None
             context.pp.send(hidden, context.pp_rank + 1)
