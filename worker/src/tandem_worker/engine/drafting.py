@@ -42,8 +42,9 @@ class HeadRanks(Protocol):
 class HeadHere:
     """The share of a head in this process. Satisfies `HeadRanks` for a model of one rank."""
 
-    def __init__(self, model: DraftedLM, kv_cache: KVCache) -> None:
-        self._model = model
+    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+        """`model` was loaded with its head."""
+        self._model = as_drafted(model)
         self._kv_cache = kv_cache
         self._chains: Chains | None = None
 
@@ -61,11 +62,12 @@ class HeadHere:
 class Drafting:
     """One per engine whose model has a head, on its thread."""
 
-    def __init__(self, model: DraftedLM, kv_cache: KVCache, ranks: HeadRanks) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVCache, ranks: HeadRanks) -> None:
+        """`model` was loaded with its head."""
         self._ranks = ranks
         self.block_size = kv_cache.spec.block_size
-        vocabulary = model.head.vocabulary
-        self._tokens = torch.arange(model.head.config.draft_vocab_size) if vocabulary is None else vocabulary
+        head = as_drafted(model).head
+        self._tokens = torch.arange(head.config.draft_vocab_size) if head.vocabulary is None else head.vocabulary
 
     def begin(self, places: Rows[Place], depth: int) -> GuessedChains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
@@ -129,7 +131,7 @@ def rank_drawn(logits: torch.Tensor, draw: Draw, position: int, tokens: torch.Te
     return left
 
 
-def build_drafting(model: CausalLM, kv_cache: KVCache, ranks: HeadRanks | None = None) -> Drafting:
-    """For a model that was loaded with its head. `ranks`: those of a group; None: this process is alone."""
+def as_drafted(model: CausalLM) -> DraftedLM:
+    """A model that the configuration names a draft head for."""
     assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
-    return Drafting(model, kv_cache, ranks or HeadHere(model, kv_cache))
+    return model

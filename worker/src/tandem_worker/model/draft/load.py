@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = None) -> DraftedLM:
-    """`model` with the head in the folder `path`, which computes in the model's type on its device. Tensor-parallel ranks
-    have each their share of both.
+    """`model` with the head in the folder `path`, which computes in the model's type on its device. A tensor-parallel
+    rank has its share of both.
 
     `backend` None chooses as for models. Raises StartupError with a reason and a sentence where the head cannot be
     computed or belongs to another model.
