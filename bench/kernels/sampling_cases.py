@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from tandem_worker import kernels
+from tandem_worker.host.philox import DrawKey, draw_words
 from tandem_worker.kernels import reference
 
 from bench.kernels.case import Case, Place, Tensors
@@ -13,7 +14,7 @@ from bench.kernels.case import Case, Place, Tensors
 _SPREAD = 4.0
 """Of the logits: a few hundred tokens carry most of the probability, as in a model's."""
 _DRAW_LIMIT = 1e-4
-"""Share of a row's probability by which a draw may miss its token: sums in float32 over a vocabulary."""
+"""What the logarithm of a token's time may miss that of the first one by."""
 
 
 def sampling(place: Place) -> Iterator[Case]:
@@ -40,10 +41,6 @@ def sampling(place: Place) -> Iterator[Case]:
     yield _edit("apply_penalties", 2 * size + 5 * rows * vocabulary, penalized)
     yield _edit("apply_logit_bias", rows * 64 * 16, biased)
     yield _edit("apply_bitmask", rows * vocabulary / 8, masked)
-    yield Case(
-        name="draw_uniform", bytes=rows * 28, make=lambda: (longs, longs, longs), run=kernels.draw_uniform,
-        expect=lambda *keys: (reference.draw_uniform_reference(*keys),), limit=0.0,
-    )  # fmt: skip
     for count in place.sizes.sampled:
         for name, heat, top_k, top_p in (
             ("greedy", 0.0, 0, 1.0),
@@ -82,8 +79,8 @@ def _choice(
         def per_row(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full((rows,), value, dtype=dtype, device=place.device)
 
-        uniforms = torch.rand(rows, device=place.device)
-        return logits(rows), uniforms, per_row(heat), per_row(top_k, torch.int32), per_row(top_p), per_row(0.0)
+        keys = torch.randint(1 << 40, (3, rows), device=place.device).unbind()
+        return logits(rows), *keys, per_row(heat), per_row(top_k, torch.int32), per_row(top_p), per_row(0.0)
 
     size = rows * place.sizes.vocabulary * 4
     return Case(
@@ -95,15 +92,16 @@ def _choice(
 
 
 def _draw_error(outputs: Tensors, inputs: tuple) -> float:
-    """The largest share of a row's kept probability by which a draw misses the token that was chosen.
+    """By how much the logarithm of a chosen token's time is above that of the first one, at the most.
 
-    Tokens are not compared: beside an edge between two of 150,000, sums in float32 may fall on the other one.
+    Tokens are not compared: of two of 150,000 that are there at nearly the same time, float32 may take the other one.
     """
-    (tokens,), (logits, uniforms, temperature, top_k, top_p, _) = outputs, inputs
+    (tokens,), (logits, seeds, choices, positions, temperature, top_k, top_p, _) = outputs, inputs
     if int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]:
         return float("inf")
     worst = 0.0
-    for row, token in enumerate(tokens.tolist()):
+    keys = map(DrawKey, seeds.tolist(), choices.tolist(), positions.tolist())
+    for row, (token, key) in enumerate(zip(tokens.tolist(), keys, strict=True)):
         scores = logits[row].double() / float(temperature[row])
         weights = torch.exp(scores - scores.max())
         ordered = weights.sort(descending=True).values
@@ -115,10 +113,7 @@ def _draw_error(outputs: Tensors, inputs: tuple) -> float:
             running = ordered.cumsum(0)
             last = int((running < float(top_p[row]) * running[-1]).sum())
             kept &= weights >= ordered[min(last, len(ordered) - 1)]
-        running = torch.where(kept, weights, 0.0).cumsum(0)
-        wanted = float(uniforms[row]) * running[-1]
-        above, below = running[token] - weights[token] * kept[token] - wanted, wanted - running[token]
-        worst = max(worst, float(above.maximum(below).clamp_min(0.0) / running[-1]))
-        if not bool(kept[token]) and float(weights[token] / running[-1]) > _DRAW_LIMIT:
-            return float("inf")
+        v = (torch.from_numpy(draw_words(key, len(scores)).astype("float64")).to(scores.device) + 0.5) * 2.0**-32
+        times = torch.where(kept, torch.log(-torch.log1p(-v)) - scores, torch.inf)
+        worst = max(worst, float(times[token] - times.min()))
     return worst

@@ -14,7 +14,7 @@ from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.load import load_model
 
 from tests.tandem_worker.engine.rig import Rig
-from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, Reference, save_head, save_target
+from tests.tandem_worker.model.draft.heads import VOCAB, Draw, HeadSpec, Reference, save_head, save_target
 
 MakeRig = Callable[..., Rig]
 DRAFT = SpeculativeConfig(method="Draft", draft=ModelSource(uri="file:///head"), adaptive=False, max_tokens=4)
@@ -45,7 +45,14 @@ def load(target: Path, head: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_draft(head, load_model(target, device=torch.device("cpu"), dtype=dtype))
 
 
-def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> dict[tuple[int, ...], Guess]:
+class Seen(dict[tuple[int, ...], Guess]):
+    """Guesses by the text behind which they were made, and how their tokens are drawn, where they are."""
+
+    def __init__(self) -> None:
+        self.draws: dict[tuple[int, ...], Draw] = {}
+
+
+def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> Seen:
     """Guesses of the head, by the text behind which they were made.
 
     With `answers`, by prompt and choice, others are checked in their place: right ones, of which every third ends with
@@ -53,13 +60,17 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> dict[tupl
     """
     speculator = rig.engine._runner.lanes[0].speculator
     assert speculator is not None
-    seen: dict[tuple[int, ...], Guess] = {}
+    seen = Seen()
     propose = speculator._guesser.propose
 
     def watching(sequences: Any, most: Any, plan: Any) -> Any:
         found = propose(sequences, most, plan)
         for sequence, guess in found.items():
-            seen.setdefault((*sequence.prompt, *sequence.output), guess)
+            text = (*sequence.prompt, *sequence.output)
+            sampling = sequence.request.sampling
+            if text not in seen and not sampling.greedy:
+                seen.draws[text] = Draw(sampling.seed, sequence.choice, sampling.temperature)
+            seen.setdefault(text, guess)
             rest = (answers or {}).get((sequence.prompt, sequence.choice), [])[len(sequence.output) :]
             if rest:
                 tokens = rest[: most[sequence]]
@@ -71,11 +82,11 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> dict[tupl
     return seen
 
 
-def check(seen: dict[tuple[int, ...], Guess], reference: Reference) -> None:
+def check(seen: Seen, reference: Reference) -> None:
     """A guess may be another one only where the reference holds both to be as good."""
     for text, guess in seen.items():
         assert guess.source is Source.HEAD
-        expected, rows = reference.guess(list(text), len(guess.tokens))
+        expected, rows = reference.guess(list(text), len(guess.tokens), seen.draws.get(text))
         for mine, theirs, logits in zip(guess.tokens, expected, rows, strict=True):
             if mine != theirs:
                 best = logits.topk(2).values

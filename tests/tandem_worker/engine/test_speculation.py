@@ -17,6 +17,7 @@ from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig
@@ -385,3 +386,44 @@ def test_what_earlier_answers_take_is_told_and_bounded(make_rig: MakeRig) -> Non
     assert taken[0] >= 60 * 100
     assert max(taken) > bound / 2
     assert max(taken) <= bound
+
+
+WEIGHTS = torch.tensor([0.7, 0.1, 0.08, 0.05, 0.04, 0.02, 0.008, 0.002])
+
+
+class Unchanging(HistoryModel):
+    """A model whose next token is always as likely."""
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        return WEIGHTS.log().expand(super().forward(batch, kv_cache).shape[0], -1).clone()
+
+
+class Insisting:
+    """A guesser that always guesses the likeliest token. A `guess.contract.Guesser`."""
+
+    def propose(self, sequences: Rows[Sequence], most: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, Guess]:
+        return {one: Guess((0,) * most[one], Source.TEXT, (0.7,) * most[one]) for one in sequences}
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+@pytest.mark.parametrize("count", [4_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_tokens_are_true_draws_at_each_depth(make_rig: MakeRig, count: int) -> None:
+    """Chi-square of the tokens that stood in a step's n-th place, at a chance of 1 in 10,000 to fail for each."""
+    rig = make_rig(Unchanging(8), num_blocks=2000, speculative=LOOKUP, scheduler={"max_running_requests": 32})
+    speculator = rig.engine._runner.lanes[0].speculator
+    assert speculator is not None
+    speculator._guesser = Insisting()
+    for number in range(count // 1000):
+        rig.submit(f"{number}", (1, 2, 3), 250, temperature=1.0, seed=number, n=4, ignore_eos=True)
+        rig.wait()  # rows of logits for guesses are those that no answer takes
+    seen = torch.zeros(6, 8)
+    for deltas in rig.out.deltas.values():
+        for delta in deltas:
+            for depth, token in enumerate(delta.token_ids):
+                seen[depth, token] += 1
+    assert seen.sum() == count
+    for row in seen:
+        expected = row.sum() * WEIGHTS
+        assert row.sum() > count / 30
+        assert float(((row - expected) ** 2 / expected).sum()) < 29.9

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from tandem_api.keys import open_ring
-from tandem_api.launch import GroupConfig, KVConfig, ModelSource, Parallelism, SchedulerConfig, WorkerConfig
+from tandem_api.launch import (
+    GroupConfig,
+    KVConfig,
+    ModelSource,
+    Parallelism,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
@@ -23,8 +31,12 @@ from tandem_worker.group.topology import plan_node
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.load import load_model
-from tandem_worker.model.sources.digest import model_digest
+from tandem_worker.model.sources.digest import ModelDigest, await_digests
+from tandem_worker.model.sources.resolve import resolve_draft
+from tandem_worker.parallel.context import SINGLE, ParallelContext
 from tandem_worker.parallel.groups import leave_group
 
 from tests.tandem_worker.engine.rig import Collector
@@ -65,8 +77,8 @@ class EngineRig:
     ) -> None:
         self.engine, self.out, self.group, self.causes = engine, out, group, causes
 
-    def answer(self, prompts: list[list[int]], max_tokens: int = 6) -> list[list[int]]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    def answer(self, prompts: list[list[int]], max_tokens: int = 6, **options: Any) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | options))
         first = self.out.num_finished
         for index, prompt in enumerate(prompts):
             self.engine.submit(
@@ -76,7 +88,7 @@ class EngineRig:
         return [self.out.tokens(f"{first}-{index}") for index in range(len(prompts))]
 
 
-def build_config(path: Path, **parallelism: int) -> WorkerConfig:
+def build_config(path: Path, speculative: SpeculativeConfig | None = None, **parallelism: int) -> WorkerConfig:
     return WorkerConfig(
         model_name="m",
         served_name="m",
@@ -88,16 +100,23 @@ def build_config(path: Path, **parallelism: int) -> WorkerConfig:
         kv=KVConfig(memory_bytes=1 << 20, block_size=4),
         scheduler=SchedulerConfig(max_batch_tokens=320, max_running_requests=16),
         group=GroupConfig(parallelism=Parallelism(**parallelism)),
+        speculative=speculative or SpeculativeConfig(),
     )
 
 
 @contextlib.contextmanager
-def run_group(path: Path, **parallelism: int) -> Iterator[EngineRig]:
+def run_group(path: Path, speculative: SpeculativeConfig | None = None, **parallelism: int) -> Iterator[EngineRig]:
     torch.set_num_threads(1)
-    config = build_config(path, **parallelism)
+    config = build_config(path, speculative, **parallelism)
+    draft = resolve_draft(config)
+
+    def load(context: ParallelContext = SINGLE) -> CausalLM:
+        model = load_model(path, device=CPU, dtype=torch.float32, context=context)
+        return model if draft is None else load_draft(draft, model)
+
     if config.group.parallelism.num_ranks == 1:
         out = Collector()
-        engine = build_engine(load_model(path, device=CPU, dtype=torch.float32), config, out)
+        engine = build_engine(load(), config, out)
         yield EngineRig(engine, out)
         engine.stop()
         return
@@ -108,11 +127,11 @@ def run_group(path: Path, **parallelism: int) -> Iterator[EngineRig]:
     causes: queue.SimpleQueue[Loss] = queue.SimpleQueue()
     runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
     group = LeadingPod(config, pod, place, runtime, on_lost=causes.put, on_leaving=lambda: None)
-    group.start(path)
+    group.start(path, draft)
     try:
         seat, out = group.form(path, CPU, torch.float32), Collector()
-        model = load_model(path, device=CPU, dtype=torch.float32, context=seat.context)
-        engine = build_engine(model, config, out, model_digest=model_digest(path), ranks=seat)
+        digest = await_digests([ModelDigest(each) for each in (path, draft) if each is not None])
+        engine = build_engine(load(seat.context), config, out, model_digest=digest, ranks=seat)
         yield EngineRig(engine, out, group, causes)
         engine.stop()
         assert (engine.failure is None) == (group.leader.cause == "the group was stopped")

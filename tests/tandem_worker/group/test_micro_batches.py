@@ -20,7 +20,8 @@ def steps(draw: st.DrawFn) -> StepInput:
     """Decodes, then prompt chunks that begin at block boundaries; logits of whatever tokens."""
     decodes = draw(st.lists(st.integers(1, 100), max_size=6))
     chunks = draw(st.lists(st.tuples(st.integers(0, 10), st.integers(1, 70)), min_size=0 if decodes else 1, max_size=4))
-    query = [1] * len(decodes) + [length for _, length in chunks]
+    widths = [min(draw(st.integers(1, 6)), length) for length in decodes]  # newest tokens, and guesses behind them
+    query = widths + [length for _, length in chunks]
     context = decodes + [start * BLOCK + length for start, length in chunks]
     total = sum(query)
     table = np.arange(1, len(query) * WIDTH + 1).reshape(len(query), WIDTH)
@@ -33,6 +34,7 @@ def steps(draw: st.DrawFn) -> StepInput:
         logits_rows=np.array(sorted(draw(st.sets(st.integers(0, total - 1)))), dtype=np.int64),
         table_runs=np.array([[row, 0, WIDTH] for row in range(len(query))]),
         table_values=table.reshape(-1),
+        num_decodes=len(decodes),
     )
 
 
@@ -52,6 +54,8 @@ def test_pieces_one_after_another_are_the_step(step: StepInput, count: int) -> N
     assert torch.equal(wanted, whole.token_ids[whole.logits_rows])
     assert all(len(piece.token_ids) for piece in pieces)
     assert sum(len(piece.copies) for piece in pieces) == 1
+    decoded = [sum(batch.query_lens_host[: batch.num_decodes]) for batch in (*batches, whole)]
+    assert sum(decoded[:-1]) == decoded[-1]
     for batch in batches:
         assert batch.context_lens_host == tuple(int(batch.positions[end - 1]) + 1 for end in batch.query_start[1:])
 
@@ -61,7 +65,7 @@ def test_a_step_survives_the_wire(step: StepInput) -> None:
     again = decode_step(encode_step(step))
     for field in StepInput.__slots__:
         assert np.array_equal(getattr(again, field), getattr(step, field))
-        assert getattr(again, field).dtype == np.int64
+        assert field == "num_decodes" or getattr(again, field).dtype == np.int64
 
 
 def test_a_step_of_the_wrong_size_is_refused() -> None:

@@ -75,8 +75,7 @@ SAMPLING: dict[str, Callable[[], object]] = {
     "apply_penalties": lambda: kernels.apply_penalties(LOGITS, COUNTS.bool(), COUNTS, ROWS, ROWS, ROWS),
     "apply_logit_bias": lambda: kernels.apply_logit_bias(LOGITS, TABLE, ROWS[:, None].repeat(1, 64)),
     "apply_bitmask": lambda: kernels.apply_bitmask(LOGITS, COUNTS[:, :4748].contiguous()),
-    "draw_uniform": lambda: kernels.draw_uniform(POSITIONS, POSITIONS, POSITIONS),
-    "sample_tokens": lambda: kernels.sample_tokens(LOGITS, ROWS, ROWS, LENGTHS, ROWS, ROWS),
+    "sample_tokens": lambda: kernels.sample_tokens(LOGITS, POSITIONS, POSITIONS, POSITIONS, ROWS, LENGTHS, ROWS, ROWS),
     "token_logprobs": lambda: kernels.token_logprobs(LOGITS, POSITIONS, 20),
 }
 SIMPLE: dict[str, Callable[[], object]] = {

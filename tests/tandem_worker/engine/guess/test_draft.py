@@ -51,10 +51,10 @@ class Told:
         self.forgotten.append(sequence)
 
 
-def make_sequence(number: int = 0, prompt: int = 10, output: int = 2) -> Sequence:
+def make_sequence(number: int = 0, prompt: int = 10, output: int = 2, **sampling: Any) -> Sequence:
     request = Request(
-        id=str(number), prompt=tuple(range(prompt)), sampling=SamplingParams(max_tokens=100), arrival=0.0,
-        chain_root=b"", prompt_chain=[],
+        id=str(number), prompt=tuple(range(prompt)), arrival=0.0, chain_root=b"", prompt_chain=[],
+        sampling=SamplingParams(**({"max_tokens": 100, "temperature": 0.0} | sampling)),
     )  # fmt: skip
     sequence = Sequence(request, 0, (0.0, number, 0))
     sequence.output = [7] * output
@@ -95,7 +95,28 @@ def test_chains_begin_behind_what_is_computed() -> None:
     guesser = DraftGuesser(heads.begin, 4)
     sequences = [make_sequence(0, 10, 2), make_sequence(1, 10, 3), make_sequence(2, 1, 1)]
     ask(guesser, sequences)
-    assert heads.places == [[(7, 11, [1, 2, 3]), (7, 12, [101, 102, 103]), (7, 1, [201])]]
+    assert heads.places == [[(7, 11, [1, 2, 3], None), (7, 12, [101, 102, 103], None), (7, 1, [201], None)]]
+
+
+def test_who_draws_is_guessed_for_with_the_noise_of_the_draw() -> None:
+    heads = Heads()
+    drawn = make_sequence(0, temperature=0.7, seed=-5, top_k=40, top_p=0.9, min_p=0.1)
+    sure = make_sequence(1, temperature=0.7, top_k=1)
+    ask(DraftGuesser(heads.begin, 4), [drawn, sure])
+    assert [place.draw for place in heads.places[0]] == [(-5, 0, 0.7, 40, 0.9, 0.1), None]
+
+
+def test_draws_do_not_spoil_what_is_known_of_likeliest_tokens() -> None:
+    """A head with one confidence is always right for who takes the likeliest token, and never for who draws."""
+    heads = Heads()
+    guesser = DraftGuesser(heads.begin, 4, clock=lambda: heads.now)
+    greedy, drawn = make_sequence(0), make_sequence(1, temperature=1.0)
+    for _ in range(100):
+        found = ask(guesser, [greedy, drawn])
+        say(greedy, [1, 2, 3, 4])
+        say(drawn, [9])
+    assert found[greedy].chances[0] > 0.9
+    assert found[drawn].chances[0] < 0.1
 
 
 def test_blocks_that_are_copied_in_this_step_are_read_where_they_are_copied_from() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from tandem_worker.engine.sample.host_sampler import choose_tokens, compute_logp
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams, TokenLogprob
 from tandem_worker.engine.schedule.request import Request, Sequence
-from tandem_worker.host.philox import draw_uniform
+from tandem_worker.host.philox import DrawKey, draw_words
 
 VOCAB = 600
 """More than the sampler's candidates: both its paths are reached."""
@@ -106,18 +107,49 @@ def test_the_choice_does_not_depend_on_the_batch(
     assert kept[:rank].sum() <= top_p * kept.sum() + 1e-5
 
 
+CHI_SQUARE = {23: 54.0, 12: 36.1, 7: 26.0}
+"""What of 10,000 true draws one exceeds, by degrees of freedom."""
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"), [({}, 24), ({"temperature": 0.6, "top_k": 8}, 8), ({"min_p": 1 / 12.5}, 13)], ids=str
+)
+def test_draws_are_true_draws(params: dict[str, Any], kept: int) -> None:
+    """Chi-square of 8,000 of them, by every token of a distribution with rare ones."""
+    logits = torch.arange(1, 25).flip(0).float().log() if "min_p" not in params else -0.2 * torch.arange(24)
+    check_distribution(logits, 8_000, params, kept)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"choice": 3}], ids=str)
+def test_100_000_draws_are_true_draws(params: dict[str, Any]) -> None:
+    check_distribution(torch.arange(1, 25).flip(0).float().log(), 100_000, params, 24)
+
+
+def check_distribution(logits: torch.Tensor, count: int, params: dict[str, Any], kept: int) -> None:
+    seen = torch.zeros(24)
+    for start in range(0, count, 2000):
+        sequences = [build_sequence(seed=start + place, **params) for place in range(2000)]
+        tokens = choose_tokens(logits.repeat(2000, 1), sequences)
+        seen += torch.bincount(tokens, minlength=24)
+    assert seen[kept:].sum() == 0
+    expected = count * torch.softmax(logits[:kept] / params.get("temperature", 1.0), 0)
+    assert float(((seen[:kept] - expected) ** 2 / expected).sum()) < CHI_SQUARE[kept - 1]
+
+
 def test_a_flat_distribution_is_sorted_whole() -> None:
     logits = torch.zeros(VOCAB)
     observed = frequencies(logits, count=1500, top_p=0.9)
     assert (observed > 0).sum() > 400, "more tokens than the sampler's candidates are within the top 90%"
 
 
-def test_draws_are_uniform_and_differ_by_every_key() -> None:
-    draws = [draw_uniform(1, 0, position) for position in range(20_000)]
-    counts = torch.histc(torch.tensor(draws), bins=20, min=0, max=1)
+def test_noise_is_uniform_and_differs_by_every_key() -> None:
+    words = np.concatenate([draw_words(DrawKey(1, 0, position), 20) for position in range(1000)])
+    counts = np.histogram(words, bins=20, range=(0, 2**32))[0]
     assert 0.9 < counts.min() / 1000 < counts.max() / 1000 < 1.1
-    assert len({draw_uniform(s, c, p) for s in range(5) for c in range(5) for p in range(5)}) == 125
-    assert draw_uniform(-1, 0, 0) == draw_uniform(2**64 - 1, 0, 0)
+    keys = [DrawKey(s, c, p) for s in range(5) for c in range(5) for p in range(5)]
+    assert len({draw_words(key, 1)[0] for key in keys}) == 125
+    assert (draw_words(DrawKey(-1, 0, 0), 9) == draw_words(DrawKey(2**64 - 1, 0, 0), 9)).all()
 
 
 def test_penalties_follow_their_definitions() -> None:

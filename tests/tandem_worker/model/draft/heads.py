@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tandem_worker.host.philox import philox4x32
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -141,6 +143,21 @@ def save_head(folder: Path, spec: HeadSpec, tensors: dict[str, torch.Tensor] | N
     return folder
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens of a text are drawn, without limits."""
+
+    seed: int
+    choice: int
+    temperature: float
+
+    def score(self, logit: float, token: int, position: int) -> float:
+        """Of a token's logit: the one with the highest score is drawn."""
+        key = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
+        word = philox4x32((position, self.choice, token // 4, 0), key)[token % 4]
+        return logit / self.temperature - math.log(-math.log1p(-(word + 0.5) / 2**32))
+
+
 class Reference:
     """What a head guesses, computed anew for every text: no cache, no blocks, one text at a time."""
 
@@ -150,20 +167,25 @@ class Reference:
         self.tensors = draw_tensors(spec) if tensors is None else tensors
 
     @torch.inference_mode()
-    def guess(self, text: list[int], depth: int) -> tuple[list[int], list[torch.Tensor]]:
-        """Tokens behind `text`, whose last token the model has not seen yet, and the logits of each."""
+    def guess(self, text: list[int], depth: int, draw: Draw | None = None) -> tuple[list[int], list[torch.Tensor]]:
+        """Tokens behind `text`, whose last token the model has not seen yet, and the logits or scores of each."""
         states = list(self._fuse(text[:-1]))
         tokens = list(text[1:])
         guesses: list[int] = []
         rows: list[torch.Tensor] = []
         for _ in range(depth):
             logits, state = self._last(torch.stack(states), torch.tensor(tokens))
-            place = int(logits.argmax())
-            guesses.append(place + int(self.tensors["d2t"][place]) if "d2t" in self.tensors else place)
+            if draw is not None:
+                scores = [draw.score(float(x), self._token(i), len(text) + len(guesses)) for i, x in enumerate(logits)]
+                logits = torch.tensor(scores)
+            guesses.append(self._token(int(logits.argmax())))
             rows.append(logits)
             states.append(state)
             tokens.append(guesses[-1])
         return guesses, rows
+
+    def _token(self, place: int) -> int:
+        return place + int(self.tensors["d2t"][place]) if "d2t" in self.tensors else place
 
     def _fuse(self, seen: list[int]) -> torch.Tensor:
         streams = self.model(torch.tensor([seen]), output_hidden_states=True).hidden_states

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.drafting import Drafting, HeadHere
 from tandem_worker.engine.execute.arena import AllocationCounter
+from tandem_worker.engine.guess.draft import Place
 from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
@@ -140,8 +142,9 @@ def test_a_state_that_is_no_number_promises_nothing(model: DraftedLM) -> None:
     cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 4, CPU)
     step(model, cache, [5, 6, 7], 0, 3, [1])
     cache.layers[-1].fill_(torch.nan)
+    drafting = Drafting(model, cache, HeadHere(model, cache))
     with torch.inference_mode():
-        tokens, confidences = model.begin_chains([ChainStart(8, 3, [1])], 1, cache).advance([0])
+        tokens, confidences = drafting.begin([Place(8, 3, [1], None)], 1).advance([0])
     assert 0 <= tokens[0] < VOCAB
     assert confidences == [0.0]
 
@@ -173,10 +176,12 @@ def test_many_texts_of_any_length_have_a_memory_each(model: DraftedLM) -> None:
     cache.layers[-1].fill_(0.5)
     starts = [ChainStart(3, at, list(range(1 + at % 3, 1 + at % 3 + -(-at // SIZE)))) for at in (1, 2, 4, 5, 17, 40)]
     with torch.inference_mode():
-        together = model.begin_chains(starts, 3, cache)
+        drafting = Drafting(model, cache, HeadHere(model, cache))
+        places = [Place(start.token, start.position, start.blocks, None) for start in starts]
+        together = drafting.begin(places, 3)
         told = [together.advance(range(len(starts))) for _ in range(3)]
-        for row, start in enumerate(starts):
-            alone = model.begin_chains([start], 3, cache)
+        for row, place in enumerate(places):
+            alone = drafting.begin([place], 3)
             for tokens, confidences in told:
                 (token,), (confidence,) = alone.advance([0])
                 assert (token, confidence) == (tokens[row], pytest.approx(confidences[row], abs=1e-5))

@@ -88,12 +88,12 @@ def build_engine(
         executor.record_graphs(num_now=1)
     drafting = None
     if config.speculative.head is not None:
-        from tandem_worker.engine.drafting import build_drafting
+        from tandem_worker.engine.drafting import Drafting
 
         assert not runs_ahead, "steps of a model with a draft head are finished before the next one is planned"
-        drafting = build_drafting(model, kv_cache)
+        drafting = Drafting(model, kv_cache, executor.build_head_ranks())
     speculator = build_speculator(
-        config.speculative, model, drafting, runs_ahead=runs_ahead, grouped=ranks is not None, max_rows=max_rows
+        config.speculative, model, drafting, runs_ahead=runs_ahead, num_lanes=num_lanes, max_rows=max_rows
     )
     engine = EngineCore(
         schedulers=schedulers,

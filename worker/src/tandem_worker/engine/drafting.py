@@ -6,32 +6,78 @@ Imported only where there is a head.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
 
 from tandem_worker.engine.execute.batch import LogitsLayout, Wave
-from tandem_worker.engine.guess.draft import Place
+from tandem_worker.engine.guess.draft import Draw, Place
+from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE
+from tandem_worker.engine.sample.host_sampler import find_kept
+from tandem_worker.engine.sample.race import draw_words, make_gumbel
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.host.philox import DrawKey
 from tandem_worker.model.contract import CausalLM, KVCache
 from tandem_worker.model.draft.chains import Chains, ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
 
 
+class HeadRanks(Protocol):
+    """Where a head is computed: here, or on all ranks of a group, which are told of it in its place among the steps."""
+
+    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
+        """Begin chains of up to `depth` guesses; earlier ones end here."""
+        ...
+
+    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
+        """As `Chains.compute`."""
+        ...
+
+    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
+        """As `DraftedLM.keep_states`."""
+        ...
+
+
+class HeadHere:
+    """The share of a head in this process. Satisfies `HeadRanks` for a model of one rank."""
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+        """`model` was loaded with its head."""
+        self._model = as_drafted(model)
+        self._kv_cache = kv_cache
+        self._chains: Chains | None = None
+
+    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
+        self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
+
+    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
+        assert self._chains is not None, "chains are begun first"
+        return self._chains.compute(active, said)
+
+    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
+        self._model.keep_states(rows, blocks, self._kv_cache)
+
+
 class Drafting:
     """One per engine whose model has a head, on its thread."""
 
-    def __init__(self, model: DraftedLM, kv_cache: KVCache) -> None:
-        self._model = model
-        self._kv_cache = kv_cache
+    def __init__(self, model: CausalLM, kv_cache: KVCache, ranks: HeadRanks) -> None:
+        """`model` was loaded with its head."""
+        self._ranks, self._drafted = ranks, as_drafted(model)
         self.block_size = kv_cache.spec.block_size
+        head = self._drafted.head
+        self._tokens = torch.arange(head.config.draft_vocab_size) if head.vocabulary is None else head.vocabulary
 
     @property
     def num_bytes(self) -> int:
         """Memory that chains of guesses have taken."""
-        return self._model.chain_bytes
+        return self._drafted.chain_bytes
 
-    def begin(self, places: Rows[Place], depth: int) -> Chains:
+    def begin(self, places: Rows[Place], depth: int) -> GuessedChains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
-        return self._model.begin_chains([ChainStart(*place) for place in places], depth, self._kv_cache)
+        self._ranks.begin([ChainStart(place.token, place.position, place.blocks) for place in places], depth)
+        return GuessedChains(self._ranks, places, self._tokens)
 
     def keep(self, plan: StepPlan, layout: LogitsLayout) -> None:
         """A step was computed and is to be completed: its decodes' newest tokens stay. Guesses do not yet."""
@@ -47,10 +93,50 @@ class Drafting:
     def _keep(self, sequences: Rows[Sequence], rows: list[int]) -> None:
         """The token that is computed next stays. Rows of decodes are the same in the step and in its logits."""
         blocks = [sequence.block_ids[sequence.num_computed // self.block_size] for sequence in sequences]
-        self._model.keep_states(rows, blocks, self._kv_cache)
+        self._ranks.keep(rows, blocks)
 
 
-def build_drafting(model: CausalLM, kv_cache: KVCache) -> Drafting:
-    """For a model that was loaded with its head."""
+class GuessedChains:
+    """What is guessed by a head's logits; satisfies `guess.draft.Chain`."""
+
+    def __init__(self, ranks: HeadRanks, places: Rows[Place], tokens: torch.Tensor) -> None:
+        """`tokens` `[draft_vocab_size]`: the model's numbers of what the head guesses."""
+        self._ranks = ranks
+        self._tokens = tokens
+        self._draws = [place.draw for place in places]
+        self._positions = [place.position + 1 for place in places]
+        """Of each chain's next guess."""
+        self._said: list[int] = []
+
+    def advance(self, active: Rows[int]) -> tuple[list[int], list[float]]:
+        """The next guess of each of these chains, and how likely the head holds it to be, 0 to 1."""
+        logits = self._ranks.compute(active, self._said)
+        for row, chain in enumerate(active):
+            draw = self._draws[chain]
+            if draw is not None:
+                logits[row] = rank_drawn(logits[row], draw, self._positions[chain], self._tokens)
+            self._positions[chain] += 1
+        likeliest, guesses = logits.softmax(-1).max(-1)
+        self._said = self._tokens[guesses].tolist()
+        return self._said, likeliest.nan_to_num(0.0).tolist()  # no number promises nothing
+
+
+def rank_drawn(logits: torch.Tensor, draw: Draw, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Scores `[N]` of a head's `logits` `[N]` for `tokens` `[N]`: with the noise with which the model's own token at
+    `position` will be drawn, of what the limits would leave of them. So where both hold the same for likely, the head
+    says the token that is drawn (arXiv:2408.07978). Penalties, biases and grammars are the model's alone."""
+    scores = logits / max(draw.temperature, LEAST_TEMPERATURE)
+    key = DrawKey(draw.seed, draw.choice, position)
+    if draw.top_k == 0 and draw.top_p >= 1.0 and draw.min_p == 0.0:
+        return scores + torch.from_numpy(make_gumbel(draw_words(key, tokens.numpy())))
+    limits = draw.top_k, draw.top_p, draw.min_p
+    (kept,) = find_kept(logits[None], scores.softmax(-1)[None], [limits])
+    left = torch.full_like(scores, -torch.inf)
+    left[kept] = scores[kept] + torch.from_numpy(make_gumbel(draw_words(key, tokens[kept].numpy())))
+    return left
+
+
+def as_drafted(model: CausalLM) -> DraftedLM:
+    """A model that the configuration names a draft head for."""
     assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
-    return Drafting(model, kv_cache)
+    return model

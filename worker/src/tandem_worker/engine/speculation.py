@@ -28,11 +28,11 @@ def build_speculator(
     drafting: Drafting | None = None,
     *,
     runs_ahead: bool,
-    grouped: bool,
+    num_lanes: int,
     max_rows: int,
 ) -> Speculator | None:
     """None where there are no guesses; the log says why. `drafting`: where the model has a draft head."""
-    why = find_obstacle(config, model, runs_ahead=runs_ahead, grouped=grouped)
+    why = find_obstacle(config, model, runs_ahead=runs_ahead, num_lanes=num_lanes)
     if why is not None:
         level = logging.INFO if config.method in {"Auto", "Off"} else logging.WARNING
         logger.log(level, "speculation is off", extra={"method": config.method, "why": why})
@@ -79,14 +79,14 @@ def _may_guess(sequence: Sequence) -> bool:
     return is_quick(sequence.sampler_state)
 
 
-def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, grouped: bool) -> str | None:
+def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, num_lanes: int) -> str | None:
     """Why this engine does not guess, as a part of a sentence; None where it does."""
     if config.method == "Off":
         return "it is not asked for"
     if model.embedding is not None:
         return "the model generates no text"
-    if grouped:
-        return "ranks of a group do not check guesses yet"
+    if num_lanes > 1:
+        return "expert and data ranks do not check guesses yet"
     if runs_ahead:
         return "steps are launched before the tokens that guesses would follow are known"
     if config.method == "Auto" and model.inexact is not None:

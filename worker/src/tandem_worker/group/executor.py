@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import WorkerConfig
@@ -26,6 +27,9 @@ from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import HeadRanks
+
 
 @dataclass(slots=True, kw_only=True)
 class GroupSeat:
@@ -40,6 +44,8 @@ class GroupSeat:
     plan: GroupPlan | None = None
     """Once it is announced."""
     _reports: list[RankReport] = field(default_factory=list)
+    _head_kv_heads: int | None = None
+    """KV heads of the draft head, where the model has one."""
 
     @property
     def num_lanes(self) -> int:
@@ -50,6 +56,7 @@ class GroupSeat:
         own = describe_rank(model, config, digest, self.context, self.model, self.endpoint)
         self._reports = [own, *(RankReport.model_validate_json(report) for report in self.leader.collect())]
         check_reports(self._reports)
+        self._head_kv_heads = _count_head_kv_heads(model)
         return min(report.num_blocks for report in self._reports)
 
     def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> GroupExecutor:
@@ -57,7 +64,11 @@ class GroupSeat:
         reports = self._reports
         self.plan = GroupPlan(
             num_blocks=kv_cache.num_blocks,
-            layout=KVLayout.join([(report.shard, report.share) for report in reports], self.model.num_kv_heads),
+            layout=KVLayout.join(
+                [(report.shard, report.share) for report in reports],
+                self.model.num_kv_heads,
+                head_kv_heads=self._head_kv_heads,
+            ),
             ranks=tuple(RankAddress(endpoint=report.endpoint, shard=report.shard) for report in reports),
             max_rows=max_rows,
             max_model_len=max_model_len,
@@ -66,20 +77,26 @@ class GroupSeat:
         return GroupExecutor(model, kv_cache, self, self.plan)
 
 
+def _count_head_kv_heads(model: CausalLM) -> int | None:
+    from tandem_worker.model.draft.drafted import DraftedLM  # only where there is a head is more of it loaded
+
+    return model.head.config.layer.num_kv_heads if isinstance(model, DraftedLM) else None
+
+
 def describe_rank(
     model: CausalLM, config: WorkerConfig, digest: str, context: ParallelContext, figures: ModelConfig, endpoint: str
 ) -> RankReport:
     """What this rank has after loading `model`, its share of the model of these `figures`."""
-    layers = stage_layers(figures.num_layers, context)
+    layers, share = stage_layers(figures.num_layers, context), KVLayout.of(model.kv_cache_spec(config.kv.block_size))
     return RankReport(
         num_blocks=observe_num_blocks(model, config),
         digest=digest,
         dtype=str(model.dtype).removeprefix("torch."),
         endpoint=endpoint,
         shard=KVShard(
-            first_layer=layers.start, num_layers=len(layers), tp_rank=context.tp_rank, tp_size=context.tp_size
+            first_layer=layers.start, num_layers=share.num_layers, tp_rank=context.tp_rank, tp_size=context.tp_size
         ),
-        share=KVLayout.of(model.kv_cache_spec(config.kv.block_size)),
+        share=share,
     )
 
 
@@ -127,7 +144,7 @@ class GroupExecutor(RankExecutor):
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, seat: GroupSeat, plan: GroupPlan) -> None:
         super().__init__(model, kv_cache, seat.context, seat.shape, plan)
-        self._leader = seat.leader
+        self.leader = seat.leader
         self.num_ranks = seat.leader.size
         block_size, host = kv_cache.spec.block_size, torch.device("cpu")
         self._describers = [self._builder] + [
@@ -155,15 +172,22 @@ class GroupExecutor(RankExecutor):
             ]
             steps = [self._builder.describe_padding() if entry is None else entry[0] for entry in described]
             frames = [encode_step(step) for step in steps]
-            self._leader.send_steps({rank: frames[self._shape.lane(rank)] for rank in range(1, self._leader.size)})
+            self.leader.send_steps({rank: frames[self._shape.lane(rank)] for rank in range(1, self.leader.size)})
             own = self.compute(steps[0], on_layer)
             return [
                 None if entry is None else StepOutput(self._collect(lane, entry[0], own), entry[1])
                 for lane, entry in enumerate(described)
             ]
         except Exception as error:
-            self._leader.blame(Loss(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
-            raise GroupLostError(self._leader.cause) from error
+            self.leader.blame(Loss(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
+            raise GroupLostError(self.leader.cause) from error
+
+    def build_head_ranks(self) -> HeadRanks:
+        """All ranks compute it."""
+        from tandem_worker.engine.drafting import HeadHere
+        from tandem_worker.group.heads import GroupHead
+
+        return GroupHead(HeadHere(self.model, self.kv_cache), self.leader)
 
     def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:
         """A lane's logits, from its speaker; `own` are this rank's."""

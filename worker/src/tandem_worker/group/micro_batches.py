@@ -69,4 +69,5 @@ def _take(step: StepInput, start: int, end: int, *, first: bool) -> StepInput:
         logits_rows=wanted,
         table_runs=step.table_runs if first else step.table_runs[:0],
         table_values=step.table_values if first else step.table_values[:0],
+        num_decodes=int(np.count_nonzero(kept < step.num_decodes)),
     )

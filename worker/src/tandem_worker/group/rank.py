@@ -26,6 +26,7 @@ from tandem_worker.model.backends.form import rows_of
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model, open_checkpoint
+from tandem_worker.model.sources.digest import await_digests
 from tandem_worker.model.stages import plan_stages
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.groups import join_group
@@ -68,8 +69,10 @@ class FollowingRank:
     pod: PodFacts
     runtime: Runtime
     path: Path
+    draft: Path | None
+    """The files of its draft head."""
     figures: ModelConfig
-    hashing: ModelDigest
+    hashing: list[ModelDigest]
     device: torch.device
     dtype: torch.dtype | None
 
@@ -91,9 +94,13 @@ class FollowingRank:
             weights=config.weights,
             rows=rows_of(config),
         )
+        if self.draft is not None:
+            from tandem_worker.model.draft.load import load_draft
+
+            model = load_draft(self.draft, model)
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
         enter("hashing the model")
-        digest = self.hashing.result()
+        digest = await_digests(self.hashing)
         report = describe_rank(model, config, digest, context, self.figures, endpoint)
         member.report(report.to_json().encode())
         enter("waiting for the other ranks to load")
@@ -117,7 +124,15 @@ class FollowingRank:
         release_collector()
         enter("warming up")
         with torch.inference_mode():
-            _compute_steps(member, executor, handle, on_ready)
+            _compute_steps(member, executor, handle, self._follow_head(executor), on_ready)
+
+    def _follow_head(self, executor: RankExecutor) -> Callable[[bytes], None] | None:
+        if self.draft is None:
+            return None
+        from tandem_worker.engine.drafting import HeadHere
+        from tandem_worker.group.heads import follow_head
+
+        return follow_head(HeadHere(executor.model, executor.kv_cache))
 
     def _join(self, welcome: dict[str, Any]) -> ParallelContext:
         shape = GroupShape.of(self.order.config.group.parallelism)
@@ -129,6 +144,7 @@ def _compute_steps(
     member: GroupMember,
     executor: RankExecutor,
     handle: Callable[[bytes], None] | None,
+    obey: Callable[[bytes], None] | None,
     on_ready: Callable[[], None],
 ) -> None:
     waiting = True
@@ -139,6 +155,10 @@ def _compute_steps(
         if kind is MessageKind.TRANSFER:
             assert handle is not None, "only roles that move blocks are told of transfers"
             handle(payload)
+            continue
+        if kind is MessageKind.HEAD:
+            assert obey is not None, "only ranks with a draft head are told of it"
+            obey(payload)
             continue
         executor.compute(decode_step(payload))
         if waiting:

@@ -32,9 +32,8 @@ apply_penalties(logits, prompt_seen, output_counts,        [B, V], penalties [B]
                 presence, frequency, repetition)
 apply_logit_bias(logits, ids, values)                      [B, V], [B, N]                                in place
 apply_bitmask(logits, bitmask)                             [B, V], [B, ceil(V / 32)]                     in place
-draw_uniform(seeds, choices, positions)                    [B]                                           [B]
-sample_tokens(logits, uniforms, temperature, top_k,        [B, V], [B]                                   tokens [B]
-              top_p, min_p)
+sample_tokens(logits, seeds, choices, positions,           [B, V], [B]                                   tokens [B]
+              temperature, top_k, top_p, min_p)
 token_logprobs(logits, tokens, num_top)                    [B, V], [B]                                   [B], 2 x [B, n]
 moe_route(logits, top_k)                                   [T, E]                                        2 x [T, top_k]
 fused_moe(x, gate_up, down, topk_weights, topk_ids)        x [T, H], [E, 2I, H], [E, H, I], [T, top_k]   [T, H]
@@ -59,14 +58,13 @@ from .norm import residual_rms_norm, rms_norm
 from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 from .routing import moe_route
-from .sampling import draw_uniform, sample_tokens, token_logprobs
+from .sampling import sample_tokens, token_logprobs
 from .widen import look_up, widen
 
 __all__ = [
     "apply_bitmask",
     "apply_logit_bias",
     "apply_penalties",
-    "draw_uniform",
     "fused_moe",
     "fused_qkv_norm_rope_kv_write",
     "gate_up_silu",

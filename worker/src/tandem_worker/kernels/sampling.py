@@ -1,8 +1,8 @@
 """Choosing tokens on the device, without sorting and without waiting for the host.
 
 Top-k and top-p need a threshold, not an order: it is found by bisection over the bits of the logits, each step one
-pass over a row that stays in the L2 cache. The draw inverts the cumulated weights in vocabulary order with one number
-per row, which depends on (seed, choice, position) only, so a stream continues the same after preemption or migration.
+pass over a row that stays in the L2 cache. The draw is a race of what is left (`host.philox`): each token's noise
+depends on (seed, choice, position, token) only, so a stream continues the same after preemption or migration.
 Of equal logits the lower id ranks first: at the threshold a quota of the first equals is kept.
 """
 
@@ -17,26 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import INDEXES, require_dtype, require_same_device, require_shape
+from .checks import INDEXES
 from .dispatch import FUSED_MATH, with_twin
 from .logit_edits import check_logits, require_row_values
-from .reference.sampling import draw_uniform_reference, sample_tokens_reference, token_logprobs_reference
+from .reference.sampling import sample_tokens_reference, token_logprobs_reference
 
 _BLOCK = 4096
 _EQUALS_SLACK = tl.constexpr(1e-3)
 """Share of a token's weight that top-p may fall short by among equals, so that rounding never decides their number."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _draw_uniform_kernel(seeds_ptr, choices_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    seed = tl.load(seeds_ptr + rows, mask=mask, other=0).to(tl.uint64)
-    choice = tl.load(choices_ptr + rows, mask=mask, other=0).to(tl.uint32)
-    position = tl.load(positions_ptr + rows, mask=mask, other=0).to(tl.uint32)
-    zero = tl.zeros((BLOCK,), tl.uint32)
-    word, _, _, _ = tl.philox(seed, position, choice, zero, zero)
-    tl.store(out_ptr + rows, (word >> 8).to(tl.float32) * 5.9604644775390625e-08, mask=mask)
+@triton.jit
+def _log_times(seed, choice, position, start, BLOCK: tl.constexpr):
+    """Logarithms of -log(1 - v) for the BLOCK tokens from `start` on, a multiple of 4."""
+    quads = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zeros = tl.zeros((BLOCK // 4,), tl.uint32)
+    first, second, third, fourth = tl.philox(seed, zeros + position, zeros + choice, quads, zeros)
+    words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # Short times decide, and there 1 - v has lost what v has: a series, exact to 2e-7 up to 1/16.
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return tl.log(tl.where(v < 0.0625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit
@@ -65,20 +66,6 @@ def _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK: tl.constex
         count += kept.to(tl.int32)
         mass += tl.where(kept, tl.exp((logits - best) * inverse_heat), 0.0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _mass_and_equals(row_ptr, vocab, best, inverse_heat, threshold, BLOCK: tl.constexpr):
-    """Summed weight of the tokens above the ordered bits `threshold`, and how many are at it."""
-    equals = tl.zeros((BLOCK,), tl.int32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, vocab, BLOCK, num_stages=4):
-        columns = start + tl.arange(0, BLOCK)
-        logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
-        ranks = ordered_bits(logits)
-        equals += (ranks == threshold.to(tl.int32)).to(tl.int32)
-        mass += tl.where(ranks > threshold.to(tl.int32), tl.exp((logits - best) * inverse_heat), 0.0)
-    return tl.sum(mass, axis=0), tl.sum(equals, axis=0)
 
 
 @triton.jit
@@ -142,8 +129,8 @@ def _find_edge(row_ptr, vocab, best, inverse_heat, top_k, top_p, floor, BLOCK: t
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, uniforms_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, tokens_ptr, vocab, stride_logits,
-    BLOCK: tl.constexpr,
+    logits_ptr, seeds_ptr, choices_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, tokens_ptr,
+    vocab, stride_logits, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits
@@ -173,12 +160,10 @@ def _sample_kernel(
     # Nothing below min_p of the best weight is ever drawn; without min_p that is everything above -inf.
     floor = best + tl.maximum(tl.log(tl.maximum(min_p, 1e-37)), -85.0) * heat
     threshold, quota = _find_edge(row_ptr, vocab, best, inverse_heat, top_k, top_p, floor, BLOCK)
-    mass, equals = _mass_and_equals(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
-    mass += tl.minimum(quota, equals) * _weight_at(threshold, best, inverse_heat)
-    target = tl.load(uniforms_ptr + row) * mass
-    running = mass * 0.0
-    token = vocab
-    last = quota * 0
+    seed = tl.load(seeds_ptr + row).to(tl.uint64)
+    choice = tl.load(choices_ptr + row).to(tl.uint32)
+    position = tl.load(positions_ptr + row).to(tl.uint32)
+    scores = tl.full((BLOCK,), float("-inf"), tl.float32)
     passed = quota * 0
     for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
@@ -188,12 +173,12 @@ def _sample_kernel(
         place = passed + tl.cumsum(equal, axis=0)
         passed = tl.max(place, axis=0)
         kept = (ranks > threshold.to(tl.int32)) | ((equal > 0) & (place <= quota))
-        cumulated = running + tl.cumsum(tl.where(kept, tl.exp((logits - best) * inverse_heat), 0.0), axis=0)
-        token = tl.minimum(token, tl.min(tl.where(kept & (cumulated > target), columns, vocab), axis=0))
-        last = tl.maximum(last, tl.max(tl.where(kept, columns, 0), axis=0))
-        running = tl.max(cumulated, axis=0)
-    # Sums in another order may end a hair below the target: the last token that is left takes the difference.
-    tl.store(tokens_ptr + row, tl.where(token < vocab, token, last).to(tl.int64))
+        score = (logits - best) * inverse_heat - _log_times(seed, choice, position, start, BLOCK)
+        score = tl.where(kept, score, float("-inf"))
+        winners = tl.where(score > scores, columns, winners)
+        scores = tl.maximum(scores, score)
+    winner = tl.min(tl.where(scores == tl.max(scores, axis=0), winners, vocab), axis=0)
+    tl.store(tokens_ptr + row, winner.to(tl.int64))
 
 
 @triton.jit
@@ -252,31 +237,12 @@ def _logprobs_kernel(
         values = tl.where(here, float("-inf"), values)
 
 
-@with_twin(draw_uniform_reference)
-def draw_uniform(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One number in [0, 1) with 24 random bits per row, from Philox4x32-10 (Salmon et al., 2011) without state.
-
-    seeds `[B]` int64 are the key, (positions, choices) `[B]` int32 or int64 the counter. -> `[B]` float32.
-    """
-    require_shape("seeds", seeds, (None,))
-    require_dtype("seeds", seeds, torch.int64)
-    for name, tensor in (("choices", choices), ("positions", positions)):
-        require_shape(name, tensor, (seeds.shape[0],))
-        require_dtype(name, tensor, *INDEXES)
-    require_same_device(seeds, choices=choices, positions=positions)
-    out = torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
-    if seeds.shape[0]:
-        _draw_uniform_kernel[(triton.cdiv(seeds.shape[0], 128),)](
-            seeds.contiguous(), choices.contiguous(), positions.contiguous(), out, seeds.shape[0], BLOCK=128,
-            num_warps=4, **FUSED_MATH,
-        )  # fmt: skip
-    return out
-
-
 @with_twin(sample_tokens_reference)
 def sample_tokens(
     logits: torch.Tensor,
-    uniforms: torch.Tensor,
+    seeds: torch.Tensor,
+    choices: torch.Tensor,
+    positions: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -286,21 +252,22 @@ def sample_tokens(
 
     Temperature 0, top_k 1, top_p 0 and min_p 1 are greedy.
 
-    logits `[B, V]` float32; uniforms `[B]` float32 in [0, 1), see `draw_uniform`; temperature, top_p, min_p `[B]`
-    float32, top_k `[B]` int32 or int64 (0: all). -> tokens `[B]` int64, -1 for rows with NaN, +inf or nothing allowed.
-    Of equals the lower id ranks first: top-k keeps k tokens, and greedy takes the first of the likeliest.
+    logits `[B, V]` float32; seeds `[B]` int64, choices and positions `[B]` int32 or int64: what the noise of a draw is
+    made of; temperature, top_p, min_p `[B]` float32, top_k `[B]` int32 or int64 (0: all). -> tokens `[B]` int64, -1 for
+    rows with NaN, +inf or nothing allowed. Of equals the lower id ranks first: top-k keeps k tokens, and greedy takes
+    the first of the likeliest.
     """
     num_rows, vocab = check_logits(logits)
-    for name, tensor in (
-        ("uniforms", uniforms), ("temperature", temperature), ("top_p", top_p), ("min_p", min_p)
-    ):  # fmt: skip
+    require_row_values("seeds", seeds, logits, torch.int64)
+    for name, tensor in (("choices", choices), ("positions", positions), ("top_k", top_k)):
+        require_row_values(name, tensor, logits, *INDEXES)
+    for name, tensor in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         require_row_values(name, tensor, logits, torch.float32)
-    require_row_values("top_k", top_k, logits, *INDEXES)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         _sample_kernel[(num_rows,)](
-            logits, uniforms, temperature, top_k, top_p, min_p, tokens, vocab, logits.stride(0),
-            BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)), num_warps=16, **FUSED_MATH,
+            logits, seeds, choices, positions, temperature, top_k, top_p, min_p, tokens, vocab, logits.stride(0),
+            BLOCK=min(_BLOCK, max(4, triton.next_power_of_2(vocab))), num_warps=16, **FUSED_MATH,
         )  # fmt: skip
     return tokens
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem_api.launch import ModelSource, WorkerConfig
+from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 
 from tandem_worker.host.collector import release_collector
@@ -156,17 +156,15 @@ class _Start:
     def _fetch(self) -> Path:
         """The model's files, and the processes of the other ranks, which load from them."""
         from tandem_worker.model.sources.digest import has_come_since
-        from tandem_worker.model.sources.resolve import resolve_model
+        from tandem_worker.model.sources.resolve import resolve_draft, resolve_model
 
         began = time.time()
         path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
         if has_come_since(path, began):
             self._progress.origin = "downloaded"
-        head = self._config.speculative.head
-        if head is not None:
-            self._draft = _fetch_draft(head, self._pod.draft_token or self._pod.token, self._config)
+        self._draft = resolve_draft(self._config, self._pod.draft_token or self._pod.token)
         if self._group is not None:
-            self._group.start(path)
+            self._group.start(path, self._draft)
         return path
 
     def _hash(self, path: Path) -> list[ModelDigest]:
@@ -480,23 +478,6 @@ def _import_server() -> None:
     import tandem_worker.server.structured.compiler  # noqa: F401
 
 
-def _fetch_draft(head: ModelSource, token: str | None, config: WorkerConfig) -> Path:
-    """The files of a draft head, where it can be computed. Raises StartupError."""
-    from tandem_worker.host.errors import StartupError
-    from tandem_worker.model.sources.resolve import resolve_model
-
-    if config.group.parallelism.num_ranks > 1:
-        raise StartupError(
-            "DraftUnsupported",
-            "The ranks of a group compute no draft heads yet: leave engine.speculative.draft out, or parallelism at 1.",
-        )
-    try:
-        return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
-    except StartupError as error:
-        said = str(error).replace("spec.model.", "spec.engine.speculative.draft.")
-        raise StartupError(error.reason, f"The draft head cannot be fetched: {said}") from error
-
-
 def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
     """Import what the rest of a start of this model imports, and say what is wrong with it before it is asked for. Its
     weights are opened, not read. Raises StartupError."""
@@ -518,13 +499,9 @@ def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
 
 
 def _await_digest(hashing: list[ModelDigest]) -> str:
-    """The model's digest; with a draft head, whose keys and values are in blocks too, that of both."""
-    digests = [each.result() for each in hashing]
-    if len(digests) == 1:
-        return digests[0]
-    from tandem_worker.model.sources.digest import combine_digests
+    from tandem_worker.model.sources.digest import await_digests
 
-    return combine_digests(digests)
+    return await_digests(hashing)
 
 
 def _open_ledger(device: torch.device) -> MemoryLedger:

@@ -118,19 +118,25 @@ class KVLayout:
         )
 
     @classmethod
-    def join(cls, shares: Sequence[tuple[KVShard, KVLayout]], num_kv_heads: int) -> KVLayout:
+    def join(
+        cls, shares: Sequence[tuple[KVShard, KVLayout]], num_kv_heads: int, *, head_kv_heads: int | None = None
+    ) -> KVLayout:
         """The layout of the whole model from what all ranks of a group allocate.
 
-        `num_kv_heads` is the model's: where ranks hold copies of a head it does not follow from their shapes.
+        `num_kv_heads` is the model's: where ranks hold copies of a head it does not follow from their shapes. Nor does
+        `head_kv_heads`, those of a draft head, whose layer is the last but one; None: there is no draft head.
         Raises ValueError when the shares do not make one model.
         """
         shapes: list[tuple[int, ...]] = []
         axes: list[int | None] = []
+        counts = [num_kv_heads] * max(shard.layers.stop for shard, _ in shares)
+        if head_kv_heads is not None:
+            counts[-2] = head_kv_heads
         for shard, share in sorted(shares, key=lambda entry: (entry[0].first_layer, entry[0].tp_rank)):
             if shard.tp_rank == 0 and shard.first_layer == len(shapes):
                 axes += share.head_axes
-                pairs = zip(share.block_shapes, share.head_axes, strict=True)
-                shapes += [_with_heads(shape, axis, num_kv_heads) for shape, axis in pairs]
+                rows = zip(share.block_shapes, share.head_axes, counts[shard.first_layer :], strict=False)
+                shapes += [_with_heads(shape, axis, count) for shape, axis, count in rows]
         whole = replace(shares[0][1], block_shapes=tuple(shapes), head_axes=tuple(axes))
         for shard, share in shares:
             if whole.share(shard) != share:

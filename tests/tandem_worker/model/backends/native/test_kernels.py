@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.host import philox
+from tandem_worker.host.philox import DrawKey
 from tandem_worker.model.backends import native
+from tandem_worker.model.backends.native.library import draw_words
 from tandem_worker.model.backends.visibility import visible_mask
 from torch.nn import functional
 
@@ -275,3 +279,18 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_attention_of_any_mix(case: Case) -> None:
     check_attention(case)
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(-(2**63), 2**64 - 1),
+    choice=st.integers(0, 2**32),
+    position=st.integers(0, 2**31),
+    count=st.integers(1, 300),
+    tokens=st.lists(st.integers(0, 2**31), min_size=1, max_size=40),
+)
+def test_noise_of_draws_is_philoxs(seed: int, choice: int, position: int, count: int, tokens: list[int]) -> None:
+    key, some = DrawKey(seed, choice, position), np.array(tokens)
+    assert (draw_words(key, count) == philox.draw_words(key, count)).all()
+    assert (draw_words(key, some) == philox.draw_words(key, some)).all()

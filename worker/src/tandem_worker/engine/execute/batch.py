@@ -34,6 +34,7 @@ class StepInput:
     logits_rows: np.ndarray  # [N] int64, rows of T, ascending
     table_runs: np.ndarray  # [R, 3] int64: row, first column and end of what changed in the block table
     table_values: np.ndarray  # block ids of these runs, one run after another
+    num_decodes: int  # leading sequences whose tokens are their newest ones and guesses behind it
 
 
 Wave = dict[Sequence, tuple[int, int]]
@@ -142,6 +143,7 @@ class BatchBuilder:
             logits_rows=np.array(logits_rows, dtype=np.int64),
             table_runs=np.array(runs, dtype=np.int64).reshape(-1, 3),
             table_values=self.table.read(runs),
+            num_decodes=len(decodes),
         )
         return step, layout
 
@@ -157,6 +159,7 @@ class BatchBuilder:
             logits_rows=none,
             table_runs=none.reshape(0, 3),
             table_values=none,
+            num_decodes=0,
         )
 
     def assemble(
@@ -165,11 +168,9 @@ class BatchBuilder:
         on_layer: Callable[[int], None] | None = None,
         chosen: torch.Tensor | None = None,
         *,
-        num_decodes: int = 0,
         on_compute: Callable[[], None] | None = None,
     ) -> ForwardBatch:
-        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`. `num_decodes` as in
-        `ForwardBatch`: only draft heads ask, which the ranks of a group do not have, so no description carries it."""
+        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
         self.table.write(step.table_runs, step.table_values)
         size, query_lens, context_lens = self._block_size, step.query_lens, step.context_lens
         num_tokens, num_sequences = len(step.token_ids), len(query_lens)
@@ -196,7 +197,7 @@ class BatchBuilder:
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
-            num_decodes=num_decodes,
+            num_decodes=step.num_decodes,
             on_layer=on_layer,
             on_compute=on_compute,
         )

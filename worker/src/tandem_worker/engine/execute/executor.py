@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from tandem_worker.engine.sample.host_sampler import HostSampler
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, KVCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import HeadRanks
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +150,7 @@ class ModelExecutor:
         """Compute the plan; `on_layer(i)` is called when layer i of its chunks is written."""
         step, layout = self._builder.describe(plan)
         self._copy_blocks(step.copies)
-        batch = self._builder.assemble(
-            step, on_layer, self._chosen, num_decodes=len(plan.decodes), on_compute=self.on_compute
-        )
+        batch = self._builder.assemble(step, on_layer, self._chosen, on_compute=self.on_compute)
         if self._graphs is not None and on_layer is None:
             logits = self._graphs.run(batch)
             if logits is not None:
@@ -186,6 +187,12 @@ class ModelExecutor:
             sequence.chosen_at = place
         self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail
         return self._copier.start(tokens)
+
+    def build_head_ranks(self) -> HeadRanks:
+        """Where the draft head that the model has is computed."""
+        from tandem_worker.engine.drafting import HeadHere
+
+        return HeadHere(self.model, self.kv_cache)
 
     def load_logits(self, data: bytes) -> torch.Tensor | None:
         """`[1, vocab]` from a peer's bytes; None when they are not one row of this model's."""

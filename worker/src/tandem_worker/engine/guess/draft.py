@@ -40,12 +40,25 @@ _LEAST_VALUE = 0.05
 """Least chance of a guess to be reached and right, behind which nothing is guessed."""
 
 
+class Draw(NamedTuple):
+    """How the tokens of a choice are drawn; see `SamplingParams`."""
+
+    seed: int
+    choice: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
 class Place(NamedTuple):
     """The beginning of a chain of guesses; see `model.draft.chains.ChainStart`."""
 
     token: int
     position: int
     blocks: list[int]
+    draw: Draw | None
+    """None: the likeliest tokens are chosen."""
 
 
 class Chain(Protocol):
@@ -100,6 +113,8 @@ def _bucket(confidence: float) -> int:
 class _Choice:
     """What is known of one choice."""
 
+    rates: HeadRates
+    """Of choices whose tokens are chosen alike."""
     luck: Luck = field(default_factory=Luck)
     hits: float = 0.0
     trials: float = 0.0
@@ -142,7 +157,8 @@ class DraftGuesser:
         self._costs = costs
         self._may_guess = may_guess
         self._clock = clock
-        self._rates = HeadRates()
+        self._rates = {is_greedy: HeadRates() for is_greedy in (False, True)}
+        """A head that ranks by its likelihoods and the noise of draws is right less often."""
         self._choices: dict[Sequence, _Choice] = {}
         self._first_seconds: dict[int, float] = {}
         self._more_seconds: dict[int, float] = {}
@@ -176,8 +192,8 @@ class DraftGuesser:
             hit = token == guess
             if not depth:
                 choice.record_first(hit=hit)
-            choice.luck.record(self._rates.chance(confidence), hit=hit)
-            self._rates.record(depth, confidence, hit=hit)
+            choice.luck.record(choice.rates.chance(confidence), hit=hit)
+            choice.rates.record(depth, confidence, hit=hit)
             if not hit:
                 break
         choice.tokens, choice.confidences = [], []
@@ -186,13 +202,13 @@ class DraftGuesser:
         """Those for whom a first pass is likely to pay, and those whose turn it is to be tried."""
         if not able:
             return []
-        usual, count = self._rates.expected(0), max(1, len(plan.decodes))
+        count = max(1, len(plan.decodes))
         cost = self._pass_cost(len(able), plan, self._first_seconds) + self._check_cost(plan, 0, len(able))
         least = cost * count / len(able) + (LEAST_GAIN - 1)
         paying: set[Sequence] = set()
         for sequence in able:
-            chance = self._choices.setdefault(sequence, _Choice()).expect(usual)
-            if chance - _worth(found.get(sequence)) > least:
+            choice = self._find(sequence)
+            if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > least:
                 paying.add(sequence)
         if len(paying) < count and self._pass_cost(len(paying), plan, self._first_seconds) > MOST_LOSS:
             paying = set()  # the others would pay for it
@@ -207,7 +223,7 @@ class DraftGuesser:
         depth = max(most[sequence] for sequence in chosen)
         began = self._clock()
         chain = self._begin([self._place(sequence, sources) for sequence in chosen], depth)
-        drafts = [self._choices.setdefault(sequence, _Choice()) for sequence in chosen]
+        drafts = [self._find(sequence) for sequence in chosen]
         chances: list[list[float]] = [[] for _ in chosen]
         values = [1.0] * len(chosen)
         for draft, sequence in zip(drafts, chosen, strict=True):
@@ -219,7 +235,8 @@ class DraftGuesser:
             active = [row for row in active if level < most[chosen[row]]]
             if level:
                 made = sum(map(len, chances))
-                active = self._go_on(active, values, level, plan, gained + others, spent, made)
+                expected = {row: values[row] * drafts[row].rates.expected(level) for row in active}
+                active = self._go_on(expected, plan, gained + others, spent, made)
             if not active:
                 break
             known = self._more_seconds if level else self._first_seconds
@@ -228,7 +245,7 @@ class DraftGuesser:
             began, seconds = self._clock(), self._clock() - began
             _measure(known, len(active), seconds)
             for row, token, confidence in zip(active, tokens, confidences, strict=True):
-                chance = drafts[row].luck.apply(self._rates.chance(confidence))
+                chance = drafts[row].luck.apply(drafts[row].rates.chance(confidence))
                 drafts[row].tokens.append(token)
                 drafts[row].confidences.append(confidence)
                 chances[row].append(chance)
@@ -241,35 +258,34 @@ class DraftGuesser:
         }
 
     def _go_on(
-        self,
-        active: list[int],
-        values: list[float],
-        level: int,
-        plan: StepPlan,
-        gained: float,
-        spent: float,
-        made: int,
+        self, expected: Mapping[int, float], plan: StepPlan, gained: float, spent: float, made: int
     ) -> list[int]:
-        """Those that one more pass is made for: it must add tokens at the rate at which the step has them."""
+        """Those that one more pass is made for: it must add tokens at the rate at which the step has them. `expected`:
+        the chance of each one's next guess to be reached and right."""
         if self._costs is None:
-            return active
-        expected = self._rates.expected(level)
-        worth = [row for row in active if values[row] * expected >= _LEAST_VALUE]
+            return list(expected)
+        worth = [row for row, chance in expected.items() if chance >= _LEAST_VALUE]
         if not worth:
             return []
         count = max(1, len(plan.decodes))
         cost = self._pass_cost(len(worth), plan, self._more_seconds) + self._check_cost(plan, made, len(worth))
-        adds = sum(values[row] for row in worth) * expected
+        adds = sum(expected[row] for row in worth)
         rate = (1 + gained / count) / (1 + spent)
         leaves_others = len(worth) < count and spent + cost > MOST_LOSS
         return [] if leaves_others or adds / count < rate * cost else worth
+
+    def _find(self, sequence: Sequence) -> _Choice:
+        choice = self._choices.get(sequence)
+        if choice is None:
+            choice = self._choices[sequence] = _Choice(self._rates[sequence.request.sampling.greedy])
+        return choice
 
     def _place(self, sequence: Sequence, sources: Mapping[int, int]) -> Place:
         position = sequence.num_planned - 1
         blocks = sequence.block_ids[: -(-position // self._block_size)]
         if sources:
             blocks = [sources.get(block, block) for block in blocks]
-        return Place(sequence.output[-1], position, blocks)
+        return Place(sequence.output[-1], position, blocks, _find_draw(sequence))
 
     def _check_cost(self, plan: StepPlan, made: int, more: int) -> float:
         """What so many guesses more make the step longer, where `made` are checked, as a share of the step's."""
@@ -297,6 +313,13 @@ def _fit(chosen: list[Sequence]) -> list[Sequence]:
             fitting.append(sequence)
             room -= sequence.num_planned
     return fitting
+
+
+def _find_draw(sequence: Sequence) -> Draw | None:
+    params = sequence.request.sampling
+    if params.greedy:
+        return None
+    return Draw(params.seed, sequence.choice, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _measure(known: dict[int, float], rows: int, seconds: float) -> None:

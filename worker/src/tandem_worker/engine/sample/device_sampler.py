@@ -47,7 +47,6 @@ class _Batch:
     """Positions in the coming step, as the host knows them."""
     changes_at: list[int]
     """Position at which a row's minimum length is reached; 0 when it is."""
-    draws: bool
     seeds: torch.Tensor
     choices: torch.Tensor
     positions: torch.Tensor
@@ -89,10 +88,16 @@ class DeviceSampler:
         if batch is None or not batch.continues(states, positions):
             batch = self._batch = self._build(states, positions, sequences)
         edited = self._edit(logits, batch)
-        uniforms = batch.temperature
-        if batch.draws:
-            uniforms = kernels.draw_uniform(batch.seeds, batch.choices, batch.positions)
-        tokens = kernels.sample_tokens(edited, uniforms, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        tokens = kernels.sample_tokens(
+            edited,
+            batch.seeds,
+            batch.choices,
+            batch.positions,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+        )
         batch.positions += 1
         batch.next_positions = [position + 1 for position in positions]
         if batch.counts is not None:
@@ -171,7 +176,6 @@ class DeviceSampler:
             states=states,
             next_positions=positions,
             changes_at=ends,
-            draws=not all(param.greedy for param in params),
             seeds=whole[0],
             choices=whole[1],
             positions=whole[2],

@@ -1,8 +1,8 @@
 """Chooses the next token of every sequence from its logits: with torch here, with kernels in `device_sampler`.
 
 Order of effects: penalties, logit bias, minimum length, grammar; then greedy, or temperature, top-k, top-p, min-p and
-one draw. Every row is computed from that row alone, with constants that do not depend on the batch, so a request's
-tokens do not depend on what it is batched with. Logprobs are those of the model, before any of these effects.
+a draw (`race`). Every row is computed from that row alone, with constants that do not depend on the batch, so a
+request's tokens do not depend on what it is batched with. Logprobs are those of the model, before any of these effects.
 
 Tokens are ranked by logit, and of equals the lower id comes first: greedy, top-k, top-p and the likeliest tokens of
 logprobs all go by that one order.
@@ -18,10 +18,11 @@ import torch
 
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.masks import MaskCredit
+from tandem_worker.engine.sample.race import draw_words, find_first
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence
-from tandem_worker.host.philox import draw_uniform
+from tandem_worker.host.philox import DrawKey
 
 _NUM_CANDIDATES = 256
 """Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
@@ -160,52 +161,48 @@ def _sample_special(logits: torch.Tensor, sequences: list[Sequence], credit: Mas
 
 def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.sampler_state.params for sequence in sequences]
-    draws = [
-        draw_uniform(param.seed, sequence.choice, sequence.next_position)
+    keys = [
+        DrawKey(param.seed, sequence.choice, sequence.next_position)
         for param, sequence in zip(params, sequences, strict=True)
     ]
     temperatures = torch.tensor([max(param.temperature, LEAST_TEMPERATURE) for param in params], device=logits.device)
     # Relative to the best logit, so that a temperature near 0 cannot overflow.
-    probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1)
+    probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1).cpu()
     ordered = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1.0]
-    plain = [row for row, param in enumerate(params) if not (param.top_k > 0 or param.top_p < 1.0)]
-    tokens = [0] * len(params)
-    if plain:
-        kept = _apply_min_p(probs[plain], [params[row].min_p for row in plain])
-        for row, token in zip(plain, _invert(kept, [draws[row] for row in plain]).tolist(), strict=True):
-            tokens[row] = token
-    if ordered:
-        limits = [(params[row].top_k, params[row].top_p, params[row].min_p) for row in ordered]
-        chosen = _draw_ordered(logits[ordered], probs[ordered], limits, [draws[row] for row in ordered])
-        for row, token in zip(ordered, chosen, strict=True):
-            tokens[row] = token
+    limits = [(params[row].top_k, params[row].top_p, params[row].min_p) for row in ordered]
+    kept = dict(zip(ordered, find_kept(logits[ordered], probs[ordered], limits), strict=True)) if ordered else {}
+    tokens: list[int] = []
+    for row, key in enumerate(keys):
+        if row in kept:
+            ids = kept[row].numpy()
+            tokens.append(int(ids[find_first(probs[row].numpy()[ids], draw_words(key, ids))]))
+        else:
+            weights = _apply_min_p(probs[row], params[row].min_p).numpy()
+            tokens.append(find_first(weights, draw_words(key, len(weights))))
     return tokens
 
 
-def _draw_ordered(
-    logits: torch.Tensor, probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]
-) -> list[int]:
-    """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted.
+def find_kept(logits: torch.Tensor, probs: torch.Tensor, limits: list[tuple[int, float, float]]) -> list[torch.Tensor]:
+    """Ids of the tokens that each row's (top-k, top-p, min-p) leave; `probs` are those of the `logits` `[N, vocab]`.
 
-    The draw goes through what is left in vocabulary order, as it does without limits.
+    Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted.
     """
     ids, sure = _rank_candidates(logits, min(_NUM_CANDIDATES, logits.shape[-1]))
+    ids = ids.to(probs.device)
     values = probs.gather(1, ids)
     width = ids.shape[-1]
     mass = values.double().sum(dim=-1).tolist()
-    tokens = [0] * len(limits)
-    for row, ((top_k, top_p, min_p), draw) in enumerate(zip(limits, draws, strict=True)):
+    kept: list[torch.Tensor] = []
+    for row, (top_k, top_p, min_p) in enumerate(limits):
         row_values, row_ids = values[row], ids[row]
         enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p)
         count = _count_kept(row_values, top_k, top_p, min_p)
         if (not enough or count > sure[row]) and width < logits.shape[-1]:
-            row_ids = _rank_all(logits[row])
+            row_ids = _rank_all(logits[row]).to(probs.device)
             row_values = probs[row][row_ids]
             count = _count_kept(row_values, top_k, top_p, min_p)
-        kept, order = row_ids[:count].sort()
-        index = _invert(row_values[:count][order][None], [draw])
-        tokens[row] = int(kept[index[0]])
-    return tokens
+        kept.append(row_ids[:count])
+    return kept
 
 
 def _count_kept(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> int:
@@ -228,17 +225,5 @@ def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int
     return above + min(max(1, math.ceil(missing / float(last) - _EQUALS_SLACK)), equals)
 
 
-def _apply_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:
-    if not any(min_p):
-        return probs
-    threshold = probs.amax(dim=-1, keepdim=True) * torch.tensor(min_p, device=probs.device)[:, None]
-    return probs.masked_fill(probs < threshold, 0.0)
-
-
-def _invert(probs: torch.Tensor, draws: list[float]) -> torch.Tensor:
-    """Find where each draw falls in the cumulated probabilities of its row; never where the probability is 0."""
-    cumulated = probs.double().cumsum(dim=-1)
-    total = cumulated[:, -1]
-    target = torch.tensor(draws, dtype=torch.float64, device=probs.device) * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
+def _apply_min_p(probs: torch.Tensor, min_p: float) -> torch.Tensor:
+    return probs.masked_fill(probs < min_p * probs.max(), 0.0) if min_p else probs

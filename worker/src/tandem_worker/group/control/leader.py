@@ -224,6 +224,10 @@ class GroupLeader:
         for rank, frame in frames.items():
             self._send(self._members[rank], MessageKind.STEP, frame)
 
+    def send_head_order(self, order: bytes) -> None:
+        """Tell every follower about the draft head. Raises GroupLostError."""
+        self._broadcast(MessageKind.HEAD, order)
+
     @property
     def num_followers(self) -> int:
         return self.size - 1

@@ -43,6 +43,8 @@ class MessageKind(IntEnum):
     """Leader: compute this."""
     HEARTBEAT = 7
     """Either: I am here, and this is wrong with me."""
+    HEAD = 15
+    """Leader: about the draft head, in its place among the steps."""
     TRANSFER = 11
     """Leader: about moving KV blocks, in its place among the steps."""
     ANSWER = 12
@@ -69,6 +71,7 @@ MAX_PAYLOAD: Mapping[MessageKind, int] = {
     MessageKind.PLAN: 16 * _MiB,
     MessageKind.STEP: 256 * _MiB,  # block tables of a full batch of the longest contexts, told anew: 4 bytes a block
     MessageKind.HEARTBEAT: 1 << 16,
+    MessageKind.HEAD: 256 * _MiB,  # blocks of all texts that are guessed behind
     MessageKind.TRANSFER: 16 * _MiB,
     MessageKind.ANSWER: _MiB,
     MessageKind.LEAVING: 0,

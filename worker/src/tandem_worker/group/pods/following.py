@@ -73,12 +73,13 @@ class FollowingProcess:
 
     def _run(self, enter: Callable[[str], None], on_ready: Callable[[], None], ranks: range) -> None:
         from tandem_worker.model.sources.digest import ModelDigest
-        from tandem_worker.model.sources.resolve import resolve_model
+        from tandem_worker.model.sources.resolve import resolve_draft, resolve_model
 
         order, config = self._order, self._order.config
         enter("fetching the model")
         path = resolve_model(config.model, self._pod.token, self._runtime.files)
-        start_children(self._children, order, path, ranks)
+        draft = resolve_draft(config, self._pod.draft_token or self._pod.token)
+        start_children(self._children, order, path, draft, ranks)
         enter("loading libraries")
         from tandem_worker.group.rank import FollowingRank, check_checkpoint
 
@@ -88,8 +89,9 @@ class FollowingProcess:
             pod=self._pod,
             runtime=self._runtime,
             path=path,
+            draft=draft,
             figures=check_checkpoint(config, path),
-            hashing=ModelDigest(path),
+            hashing=[ModelDigest(each) for each in (path, draft) if each is not None],
             device=resolve_device(config.device, order.local_rank),
             dtype=resolve_dtype(config.dtype),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem_api.launch import WorkerConfig
+from tandem_api.launch import ModelSource, WorkerConfig
 
 from tandem_worker.group.control.leader import GroupLeader
 from tandem_worker.group.control.link import Loss
@@ -50,8 +50,9 @@ class LeadingPod:
         )
         self.children = Children(self.leader.lose, runtime.vitals)
 
-    def start(self, path: Path) -> None:
-        """Open the meeting place and start the other ranks of this pod on the model at `path`. Raises StartupError."""
+    def start(self, path: Path, draft: Path | None = None) -> None:
+        """Open the meeting place and start the other ranks of this pod on the model at `path`, with the head at
+        `draft`. Raises StartupError."""
         group, host = self._config.group, self._runtime.host
         if group.num_nodes == 1:
             host = "127.0.0.1"
@@ -65,7 +66,7 @@ class LeadingPod:
         order = RankOrder(
             config=self._config, rank=0, local_rank=0, leader_host=near, leader_port=port, host=self._runtime.host
         )
-        start_children(self.children, order, path, self._place.ranks)
+        start_children(self.children, order, path, draft, self._place.ranks)
 
     def form(self, path: Path, device: torch.device, dtype: torch.dtype | None) -> GroupSeat:
         """Wait for every rank, however long it takes. Raises GroupLostError, StartupError."""
@@ -84,10 +85,14 @@ class LeadingPod:
         self.children.stop(timeout=5.0)
 
 
-def start_children(children: Children, own: RankOrder, path: Path, ranks: range) -> None:
-    """The processes of a pod's ranks but the first, whose order is `own` and which has found the model at `path`."""
-    config = own.config
-    found = config.model_copy(update={"model": config.model.model_copy(update={"uri": path.resolve().as_uri()})})
+def start_children(children: Children, own: RankOrder, path: Path, draft: Path | None, ranks: range) -> None:
+    """The processes of a pod's ranks but the first, whose order is `own` and which has found the model at `path`, and
+    its head at `draft`."""
+    config, speculative = own.config, own.config.speculative
+    if draft is not None:
+        speculative = speculative.model_copy(update={"draft": ModelSource(uri=draft.resolve().as_uri())})
+    source = config.model.model_copy(update={"uri": path.resolve().as_uri()})
+    found = config.model_copy(update={"model": source, "speculative": speculative})
     for local_rank, rank in enumerate(ranks):
         if local_rank:
             children.start(own.model_copy(update={"config": found, "rank": rank, "local_rank": local_rank}))

@@ -20,7 +20,6 @@ from .sampling import (
     apply_bitmask_reference,
     apply_logit_bias_reference,
     apply_penalties_reference,
-    draw_uniform_reference,
     sample_tokens_reference,
     token_logprobs_reference,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "apply_bitmask_reference",
     "apply_logit_bias_reference",
     "apply_penalties_reference",
-    "draw_uniform_reference",
     "fused_moe_reference",
     "fused_qkv_norm_rope_kv_write_reference",
     "gate_up_silu_reference",

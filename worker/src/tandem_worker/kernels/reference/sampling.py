@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tandem_worker.host.philox import draw_uniform
+from tandem_worker.host.philox import DrawKey, draw_words
 
 NO_TOKEN = -1
 EQUALS_SLACK = 1e-3
 """As in the kernel: what top-p may fall short by among equals, in weights of one token."""
-
-
-def draw_uniform_reference(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Twin of `draw_uniform`: seeds, choices, positions `[B]` -> `[B]` float32 in [0, 1)."""
-    keys = zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True)
-    draws = [draw_uniform(seed, choice, position) for seed, choice, position in keys]
-    return torch.tensor(draws, dtype=torch.float32, device=seeds.device)
 
 
 def apply_penalties_reference(
@@ -51,7 +44,9 @@ def apply_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor) -> None
 
 def sample_tokens_reference(
     logits: torch.Tensor,
-    uniforms: torch.Tensor,
+    seeds: torch.Tensor,
+    choices: torch.Tensor,
+    positions: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -59,10 +54,10 @@ def sample_tokens_reference(
 ) -> torch.Tensor:
     """Twin of `sample_tokens`: logits `[B, V]`, the rest `[B]` -> tokens `[B]` int64."""
     tokens = []
-    for row, draw, heat, k, p, low in zip(
-        logits.double(), uniforms.tolist(), temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(),
-        strict=True,
-    ):  # fmt: skip
+    keys = map(DrawKey, seeds.tolist(), choices.tolist(), positions.tolist())
+    for row, key, heat, k, p, low in zip(
+        logits.double(), keys, temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True
+    ):
         best, winner = row.max(dim=0)
         if not bool(best.isfinite()):
             tokens.append(NO_TOKEN)
@@ -70,7 +65,7 @@ def sample_tokens_reference(
             tokens.append(int(winner))
         else:
             weights = torch.exp((row - best) / heat)
-            tokens.append(_draw(weights, _kept(row, weights, k, p, low), draw))
+            tokens.append(_draw((row - best) / heat, _kept(row, weights, k, p, low), key))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
@@ -90,10 +85,9 @@ def _kept(row: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, mi
     return kept & (weights >= min_p) & (row > float("-inf"))
 
 
-def _draw(weights: torch.Tensor, kept: torch.Tensor, draw: float) -> int:
-    running = torch.where(kept, weights, 0.0).cumsum(dim=0)
-    index = int(torch.searchsorted(running, draw * running[-1], right=True))
-    return min(index, int(kept.nonzero()[-1]))
+def _draw(scores: torch.Tensor, kept: torch.Tensor, key: DrawKey) -> int:
+    v = (torch.from_numpy(draw_words(key, len(scores)).astype("float64")).to(scores.device) + 0.5) * 2.0**-32
+    return int(torch.where(kept, scores - torch.log(-torch.log1p(-v)), -torch.inf).argmax())
 
 
 def token_logprobs_reference(

@@ -72,9 +72,11 @@ class DecoderLM:
         self.dtype = build.loader.dtype
         self.embedding = config.embedding
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
+        if self.inexact is None and build.context.tp_size > 2:
+            self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
-        self._context = context = build.context
+        self.context = context = build.context
         self._stack = build.backend.stack(layers)
         self.is_one_call = self._stack.is_one_call
         self._backend = build.backend.attention()
@@ -154,7 +156,7 @@ class DecoderLM:
         )
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
-        context = self._context
+        context = self.context
         if context.is_first_stage:
             assert self._embedding is not None
             return self._embedding(batch.token_ids)
@@ -163,7 +165,7 @@ class DecoderLM:
         return context.pp.receive(like, context.pp_rank - 1)
 
     def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        context = self._context
+        context = self.context
         if not context.is_last_stage:
             assert context.pp is not None
             context.pp.send(hidden, context.pp_rank + 1)

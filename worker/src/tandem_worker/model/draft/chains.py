@@ -74,13 +74,20 @@ class Chains:
         shapes = [(2, head.num_kv_heads, span, head.head_dim) for span in spans]
         self._contexts = [flat.view(shape)[:, :, 1:] for flat, shape in zip(memory, shapes, strict=True)]
         """Keys and values of each text, whose first slot has none, and behind them those of the chain."""
+        self._active: Sequence[int] = ()
+        """Chains that were computed last, whose guesses are not known here yet."""
         for start, flat, shape in zip(starts, memory, shapes, strict=True):
             _gather(kv_layer, start, flat.view(shape))
 
-    def advance(self, active: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The next guess of each of these chains, and how likely the head holds it to be, 0 to 1."""
-        head = self._head
-        rows = torch.tensor(active, device=self._tokens.device)
+    def compute(self, active: Sequence[int], said: Sequence[int]) -> torch.Tensor:
+        """Logits `[len(active), draft_vocab_size]` of the next token of each of these chains. `said`: the model's
+        numbers of the tokens that were guessed by the logits before, which these follow; of all chains of then."""
+        head, device = self._head, self._tokens.device
+        self._tokens[torch.tensor(self._active, dtype=torch.int64, device=device)] = torch.tensor(
+            said, dtype=torch.int64, device=device
+        )
+        self._active = active
+        rows = torch.tensor(active, device=device)
         positions = self._positions[rows]
         entries, residual = head.enter(self._tokens[rows], self._states[rows])
         queries = head.make_queries(entries, positions)
@@ -89,10 +96,8 @@ class Chains:
         for row, chain in enumerate(active):
             attended[row] = self._attend(chain, queries[row], made[row])
         logits, states = head.finish(attended, residual)
-        likeliest, guesses = logits.softmax(-1).max(-1)
-        tokens = head.to_model_tokens(guesses)
-        self._tokens[rows], self._states[rows], self._positions[rows] = tokens, states, positions + 1
-        return tokens.tolist(), likeliest.nan_to_num(0.0).tolist()  # no number promises nothing
+        self._states[rows], self._positions[rows] = states, positions + 1
+        return logits
 
     def _attend(self, chain: int, queries: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         """`[num_heads * head_dim]` of one query per head over the chain's entries, the newest included."""

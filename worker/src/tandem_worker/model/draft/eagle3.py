@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import torch
 
+from tandem_worker.model.assembly.attention import HeadShare
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.assembly.decoder import build_rotary
 from tandem_worker.model.assembly.embedding import load_embedding, load_lm_head
 from tandem_worker.model.assembly.mlp import load_mlp
 from tandem_worker.model.attention import kv_layer_spec
 from tandem_worker.model.checkpoint.loader import Part
+from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.draft.config import HeadConfig
 from tandem_worker.model.draft.weights import EMBEDDING, LAYER
@@ -27,14 +29,20 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Eagle3Head:
-    """Weights of a head on one device, and its arithmetic, row by row. Attention is its callers'."""
+    """Weights of a head on one device, and its arithmetic, row by row. Attention is its callers'.
+
+    Tensor-parallel ranks share it as they share the model, but for `fc`, which each has whole: a step would wait for
+    one exchange more. They make the same calls, and each has all logits.
+    """
 
     def __init__(self, config: HeadConfig, build: Build, vocabulary: torch.Tensor | None, embed: Embed) -> None:
         """`vocabulary` as in `read_vocabulary`. `embed`: the model's embedding, for heads that have none."""
         layer, loader = config.layer, build.loader
         self.config = config
         self.hidden_size = layer.hidden_size
-        self.num_heads, self.num_kv_heads, self.head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        self._share = HeadShare.of(layer, build.context)
+        self.num_heads, self.num_kv_heads = self._share.num_heads, self._share.num_kv_heads
+        self.head_dim = layer.head_dim
         self.dtype = loader.dtype
         self._vocabulary = None if vocabulary is None else vocabulary.to(loader.device)
         self._embed = embed
@@ -92,13 +100,14 @@ class Eagle3Head:
         """Logits `[T, draft_vocab_size]` float32 and the states of the next depth `[T, hidden]`, from what attention
         gathered, `[T, num_heads * head_dim]`."""
         hidden = self._out.add_to(attended, residual)
-        hidden = self._mlp.forward_partial(self._mlp_norm(hidden), hidden)
+        hidden = self._mlp.add_to(self._mlp_norm(hidden), hidden)
         normed = self._norm(hidden)
         return self._lm_head(normed), normed if self.config.norm_output else hidden
 
-    def to_model_tokens(self, guesses: torch.Tensor) -> torch.Tensor:
-        """The model's numbers of tokens `[T]` of the head's vocabulary."""
-        return guesses if self._vocabulary is None else self._vocabulary[guesses]
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """`[draft_vocab_size]` int64, the model's numbers of the tokens that are guessed; None: they are the same."""
+        return self._vocabulary
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -121,17 +130,24 @@ class Eagle3Head:
     def _load_projection(self, build: Build, kinds: tuple[str, ...]) -> Linear:
         weights: list[Part] = []
         biases: list[Part] = []
+        layer, share, dim = self.config.layer, self._share, self.head_dim
         for kind in kinds:
-            rows = (self.num_heads if kind == "q" else self.num_kv_heads) * self.head_dim
+            total, first, count = layer.num_kv_heads, share.first_kv_head, share.num_kv_heads
+            if kind == "q":
+                total, first, count = layer.num_heads, share.first_head, share.num_heads
+            piece = None if count == total else Slice(0, first * dim, (first + count) * dim)
             name = f"{LAYER}self_attn.{kind}_proj"
-            weights.append(Part(name=f"{name}.weight", shape=(rows, 2 * self.hidden_size)))
-            biases.append(Part(name=f"{name}.bias", shape=(rows,)))
+            weights.append(Part(name=f"{name}.weight", shape=(total * dim, 2 * self.hidden_size), piece=piece))
+            biases.append(Part(name=f"{name}.bias", shape=(total * dim,), piece=piece))
         bias = build.loader.stack(biases) if self.config.layer.flag("attention_bias") else None
         return build.backend.linear(build.loader.matrix(weights), bias)
 
     def _load_out(self, build: Build) -> Linear:
-        name, width = f"{LAYER}self_attn.o_proj", self.num_heads * self.head_dim
+        share, dim, total = self._share, self.head_dim, self.config.layer.num_heads
+        name, piece = f"{LAYER}self_attn.o_proj", None
+        if share.num_heads != total:
+            piece = Slice(1, share.first_head * dim, (share.first_head + share.num_heads) * dim)
         has_bias = self.config.layer.flag("attention_bias")
         bias = build.loader.load(f"{name}.bias", (self.hidden_size,)) if has_bias else None
-        weight = build.loader.matrix([Part(name=f"{name}.weight", shape=(self.hidden_size, width))])
-        return build.backend.linear(weight, bias)
+        part = Part(name=f"{name}.weight", shape=(self.hidden_size, total * dim), piece=piece)
+        return build.backend.linear(build.loader.matrix([part]), bias, reduce=build.context.tp)

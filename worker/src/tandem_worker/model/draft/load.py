@@ -21,13 +21,13 @@ from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.eagle3 import Eagle3Head
 from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
-from tandem_worker.parallel.context import SINGLE
 
 logger = logging.getLogger(__name__)
 
 
 def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = None) -> DraftedLM:
-    """`model`, of one rank, with the head in the folder `path`, which computes in the model's type on its device.
+    """`model` with the head in the folder `path`, which computes in the model's type on its device. A tensor-parallel
+    rank has its share of both.
 
     `backend` None chooses as for models. Raises StartupError with a reason and a sentence where the head cannot be
     computed or belongs to another model.
@@ -83,7 +83,7 @@ def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedL
         loader = WeightLoader(
             source, dtype=model.dtype, device=model.device, keeps_packed=parts.keeps_packed, packer=packer
         )
-        build = Build(loader=loader, backend=parts, context=SINGLE)
+        build = Build(loader=loader, backend=parts, context=model.context)
         head = Eagle3Head(config, build, vocabulary, model.embed)
     source.check_taken()
     logger.info(

@@ -38,6 +38,10 @@ class GatedMLP:
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """`residual + mlp(x)` for `[T, hidden]`, as a new tensor, whatever the step."""
         del step
+        return self.add_to(x, residual)
+
+    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual + mlp(x)` for `[T, hidden]`, as a new tensor."""
         return self.down.add_to(self._hidden(x), residual)
 
     def forward_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,12 @@ def model_digest(path: Path) -> str:
     return ModelDigest(path).result()
 
 
+def await_digests(hashing: Sequence[ModelDigest]) -> str:
+    """The model's digest; with a draft head, whose keys and values are in blocks too, that of both."""
+    digests = [each.result() for each in hashing]
+    return digests[0] if len(digests) == 1 else combine_digests(digests)
+
+
 def combine_digests(digests: Sequence[str]) -> str:
     """One digest, 32 hexadecimal digits, for what several of them name together, in this order."""
     return hashlib.sha256("\n".join([_FORMAT, *digests]).encode()).hexdigest()[:32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem_api.launch import ModelSource
+from tandem_api.launch import ModelSource, WorkerConfig
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.sources.claim import resolve_claim
@@ -27,3 +27,22 @@ def resolve_model(source: ModelSource, token: str | None = None, exchange: FileE
         known = ", ".join(f"{name}://" for name in _ORIGINS)
         raise StartupError("UnsupportedModelURI", f"The model URI {source.uri!r} must begin with one of {known}.")
     return _ORIGINS[scheme](source, token, exchange)
+
+
+def resolve_draft(config: WorkerConfig, token: str | None = None) -> Path | None:
+    """The files of the draft head that `config` names; None where it names none. Raises StartupError."""
+    head = config.speculative.head
+    if head is None:
+        return None
+    axes = config.group.parallelism
+    if axes.pipeline * axes.expert * axes.data > 1:
+        raise StartupError(
+            "DraftUnsupported",
+            "Of the ranks of a group only tensor ranks compute draft heads yet: leave engine.speculative.draft out, or "
+            "pipeline, expert and data parallelism at 1.",
+        )
+    try:
+        return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
+    except StartupError as error:
+        said = str(error).replace("spec.model.", "spec.engine.speculative.draft.")
+        raise StartupError(error.reason, f"The draft head cannot be fetched: {said}") from error

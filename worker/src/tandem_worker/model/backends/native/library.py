@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tandem_worker.host.environment import wants_native_kernels
+from tandem_worker.host.philox import DrawKey, Words
 from tandem_worker.model.checkpoint.split import (
     HEAD,
     IS_SPLIT,
@@ -55,6 +56,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tandem_format": [_Index, _Address],
     "tandem_pack": [_Address, _Index, _Index, _Address],
     "tandem_widen": [_Address, _Index, _Index, _Address],
+    "tandem_draw_all": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _Index, _Address],
+    "tandem_draw_some": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _Address, _Index, _Address],
 }
 
 
@@ -242,6 +245,19 @@ def place_heads(
         kv_layer.data_ptr(),
         block_size,
     )
+
+
+def draw_words(key: DrawKey, tokens: int | npt.NDArray[np.int64]) -> Words:
+    """As `host.philox.draw_words`."""
+    masked = key.seed & (1 << 64) - 1, key.choice & 0xFFFFFFFF, key.position & 0xFFFFFFFF
+    if isinstance(tokens, int):
+        out = np.empty(tokens, np.uint32)
+        load_library().tandem_draw_all(*masked, tokens, out.ctypes.data)
+        return out
+    tokens = np.ascontiguousarray(tokens, np.int64)
+    out = np.empty(len(tokens), np.uint32)
+    load_library().tandem_draw_some(*masked, tokens.ctypes.data, len(tokens), out.ctypes.data)
+    return out
 
 
 class AttentionStep:

@@ -1,0 +1,98 @@
+"""Guesses in groups of processes: answers are those of one process, and so is what a head guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tandem_api.launch import ModelSource, SpeculativeConfig
+
+from tests.tandem_worker.engine.test_head import Seen, check, watch
+from tests.tandem_worker.engine.test_head_native import copycat
+from tests.tandem_worker.group.test_group_engine import draw_prompts
+from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, Reference, draw_tensors, save_head, save_target
+
+pytestmark = pytest.mark.timeout(180)
+StartGroup = Callable[..., AbstractContextManager[Any]]
+SPECS = {
+    "eagle": HeadSpec(draft_vocab_size=VOCAB),
+    "3.1": HeadSpec(own_embedding=True, fc_norm=True, norm_output=True, attention_bias=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The first head is right now and then."""
+    target = save_target(tmp_path_factory.mktemp("target"))
+    tensors = {kind: draw_tensors(spec) for kind, spec in SPECS.items()} | {"eagle": copycat(target, SPECS["eagle"])}
+    heads = {kind: save_head(tmp_path_factory.mktemp("head"), SPECS[kind], each) for kind, each in tensors.items()}
+    return SimpleNamespace(target=target, heads=heads, tensors=tensors)
+
+
+def drafting(head: Path, **settings: Any) -> SpeculativeConfig:
+    source = ModelSource(uri=f"file://{head}")
+    return SpeculativeConfig(**({"method": "Draft", "draft": source, "adaptive": False, "max_tokens": 4} | settings))
+
+
+def answer(rig: Any) -> list[list[int]]:
+    prompts = [[token % VOCAB for token in prompt] for prompt in draw_prompts()]
+    likeliest = rig.answer(prompts, 12)
+    assert rig.answer(prompts, 12) == likeliest  # from the prefix cache
+    return likeliest + rig.answer(prompts, 12, temperature=1.0, seed=3, top_p=0.9)
+
+
+def drafted(rig: Any) -> tuple[int, int]:
+    stats = rig.engine.stats()
+    return stats.draft_tokens_total["head"], stats.accepted_draft_tokens_total["head"]
+
+
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("3.1", marks=pytest.mark.full)])
+def test_tensor_ranks_guess_what_one_process_guesses(
+    folders: SimpleNamespace, start_group: StartGroup, kind: str
+) -> None:
+    with start_group(folders.target) as plain:
+        expected = answer(plain)
+    with start_group(folders.target, drafting(folders.heads[kind])) as single:
+        alone = watch(single)
+        assert answer(single) == expected
+        rates = [drafted(single)]
+    with start_group(folders.target, drafting(folders.heads[kind]), tensor=2) as group:
+        seen = watch(group)
+        assert answer(group) == expected
+        rates.append(drafted(group))
+    assert min(rate[0] for rate in rates) > 200
+    (one, other) = (accepted / asked for asked, accepted in rates)
+    assert abs(one - other) < 0.01
+    greedy = Seen()
+    greedy.update({text: guess for text, guess in seen.items() if text not in seen.draws})
+    assert greedy.keys() == {text for text in alone if text not in alone.draws}
+    check(greedy, Reference(folders.target, SPECS[kind], folders.tensors[kind]))
+    assert kind != "eagle" or rates[1][1] > 3
+
+
+@pytest.mark.parametrize("parallelism", [{"tensor": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.full)], ids=str)
+def test_groups_check_guesses_by_text(
+    folders: SimpleNamespace, start_group: StartGroup, parallelism: dict[str, int]
+) -> None:
+    lookup = SpeculativeConfig(method="Lookup", adaptive=False, max_tokens=6)
+    with start_group(folders.target) as plain:
+        expected = answer(plain)
+    with start_group(folders.target, lookup, **parallelism) as group:
+        assert answer(group) == expected
+        accepted = group.engine.stats().accepted_draft_tokens_total
+        assert accepted["history"] + accepted["text"] > 50
+
+
+def test_expert_and_data_ranks_do_not_guess_yet(
+    checkpoints: dict[str, Path], start_group: StartGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start_group(checkpoints["llama"], SpeculativeConfig(method="Lookup"), data=2) as group:
+        group.answer([[1, 2, 3]])
+        assert not group.engine.stats().draft_tokens_total
+    (told,) = (record for record in caplog.records if record.message == "speculation is off")
+    assert told.levelname == "WARNING"
+    assert "expert and data ranks" in told.__dict__["why"]
