@@ -19,7 +19,7 @@ from tandem_worker.engine.execute.memory import (
     plan_num_host_blocks,
 )
 from tandem_worker.engine.schedule.block_manager import BlockManager
-from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.speculation import build_speculator
@@ -72,7 +72,10 @@ def build_engine(
     num_lanes = 1 if ranks is None else ranks.num_lanes
     schedulers = [
         Scheduler(
-            _plan_limits(config), BlockManager(num_blocks, block_size), host=HostBlocks(num_host_blocks), **clocks
+            _plan_limits(config),
+            BlockManager(num_blocks, block_size),
+            host=HostCache(num_host_blocks, block_size) if num_host_blocks else None,
+            **clocks,
         )
         for _ in range(num_lanes)
     ]
@@ -81,7 +84,7 @@ def build_engine(
     build = ModelExecutor if ranks is None else ranks.build_executor
     executor = build(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
     if num_host_blocks:
-        executor.add_host_store(num_host_blocks)
+        executor.add_host_pool(num_host_blocks)
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:

@@ -83,8 +83,9 @@ class EngineCore:
                 hand_over=self._hand_over,
                 speculator=speculator,
                 drafting=drafting,
+                lane=lane,
             )
-            for scheduler in schedulers
+            for lane, scheduler in enumerate(schedulers)
         ]
         self._runner = _join_lanes(lanes, executor)
         self._turns = EngineTurns(

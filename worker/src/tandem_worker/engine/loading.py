@@ -54,47 +54,52 @@ class LoadDesk:
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
         matched = blocks.match_prefix(names, most)
-        if self._follow(sequence, names, matched, most):
+        below = scheduler.queues.find_below(names[len(matched) : most])
+        if self._follow(sequence, names, matched, below, most):
             return True
         rate = scheduler.hooks.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
-        held = request.kv_source_tokens // blocks.block_size - len(matched) if request.kv_source_tokens else None
-        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source, held)
+        start = len(matched) + len(below)
+        held = request.kv_source_tokens // blocks.block_size - start if request.kv_source_tokens else None
+        run = self._source.find(names[start:most], seconds_per_block, request.kv_source, held)
         if run is not None and not run.count:
             if self._may_ask(sequence, most):
-                return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)
+                return self._ask(sequence, names[start:most], matched, below, seconds_per_block)
             run = run.otherwise
         if run is None:
             sequence.load_tried = True
             return False
-        total = len(matched) + run.count
+        total = start + run.count
         likely = total * blocks.block_size
         if run.hearsay:
-            likely = min(likely, max(request.kv_source_tokens, len(matched) * blocks.block_size))
+            likely = min(likely, max(request.kv_source_tokens, start * blocks.block_size))
         if scheduler.goes_remote(sequence, sequence.num_tokens - likely):
             sequence.load_tried = True  # who computes the rest needs what comes before it, and has not got it from here
             return False
-        if not scheduler.start_loading(sequence, matched, run.count):
+        if not scheduler.start_loading(sequence, matched, below, run.count):
             return False
         sequence.load_tried = True
-        self._ahead[sequence] = run.count
+        self._ahead[sequence] = run.count + len(below)
         load = next(self._numbers)
         order = LoadOrder(
             load=load,
-            names=tuple(names[len(matched) : total]),
-            block_ids=tuple(sequence.block_ids[len(matched) :]),
+            names=tuple(names[start:total]),
+            block_ids=tuple(sequence.block_ids[start:]),
             seconds_per_block=seconds_per_block,
             holder=request.kv_source,
         )
         self._loading[load], self._load_of[sequence], self._orders[load] = [sequence], load, order
         self._load_from.setdefault(order.names[0], load)
+        scheduler.hooks.make_moves(True)
         self._source.start_load(order)
         return True
 
-    def _follow(self, sequence: Sequence, names: list[bytes], matched: list[int], most: int) -> bool:
+    def _follow(
+        self, sequence: Sequence, names: list[bytes], matched: list[int], below: list[int], most: int
+    ) -> bool:
         """Wait for a load under way that brings nothing but what this sequence needs next, instead of loading it again:
         many that have the same prompt, all at once, would fill memory with copies."""
-        start = len(matched)
+        start = len(matched) + len(below)
         load = self._load_from.get(names[start]) if start < most else None
         if load is None:
             return False
@@ -105,8 +110,9 @@ class LoadDesk:
         scheduler = self._scheduler
         if scheduler.goes_remote(sequence, sequence.num_tokens - end * scheduler.blocks.block_size):
             return False
-        if not scheduler.start_loading(sequence, matched, 0):
+        if not scheduler.start_loading(sequence, matched, below, 0):
             return False
+        scheduler.hooks.make_moves(False)
         self._loading[load].append(sequence)
         self._load_of[sequence] = load
         return True
@@ -116,11 +122,19 @@ class LoadDesk:
         left = sequence.num_tokens - total * self._scheduler.blocks.block_size
         return sequence.load_asks < _MOST_ASKS and not self._scheduler.goes_remote(sequence, left)
 
-    def _ask(self, sequence: Sequence, names: list[bytes], matched: list[int], seconds_per_block: float | None) -> bool:
+    def _ask(
+        self,
+        sequence: Sequence,
+        names: list[bytes],
+        matched: list[int],
+        below: list[int],
+        seconds_per_block: float | None,
+    ) -> bool:
         """Have the source find out what it has, beside the queue and without blocks."""
         scheduler = self._scheduler
-        if not scheduler.start_loading(sequence, matched, 0):
+        if not scheduler.start_loading(sequence, matched, below, 0):
             return False
+        scheduler.hooks.make_moves(False)
         sequence.load_asks += 1
         load = next(self._numbers)
         order = LoadOrder(load=load, names=(), block_ids=(), seconds_per_block=seconds_per_block, asks=tuple(names))

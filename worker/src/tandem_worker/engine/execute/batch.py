@@ -166,6 +166,7 @@ class BatchBuilder:
         chosen: torch.Tensor | None = None,
         *,
         num_decodes: int = 0,
+        before_layer: Callable[[int], None] | None = None,
         on_compute: Callable[[], None] | None = None,
     ) -> ForwardBatch:
         """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`. `num_decodes` as in
@@ -197,6 +198,7 @@ class BatchBuilder:
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
             num_decodes=num_decodes,
+            before_layer=before_layer,
             on_layer=on_layer,
             on_compute=on_compute,
         )

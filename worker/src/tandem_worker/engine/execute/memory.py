@@ -35,19 +35,20 @@ def plan_num_blocks(memory_bytes: int, bytes_per_block: int) -> int:
 
 
 def plan_num_host_blocks(memory_bytes: int, bytes_per_block: int, available_bytes: int) -> int:
-    """Blocks of preempted requests that the host keeps; 0 when none are wanted."""
+    """Blocks of host memory below the device's, block 0 included; 0 when none are wanted."""
     if not memory_bytes:
         return 0
-    if memory_bytes < bytes_per_block:
+    if memory_bytes < 2 * bytes_per_block:
         raise StartupError(
             "HostKVTooSmall",
-            f"kv.host_memory_bytes is {memory_bytes}, but one block takes {bytes_per_block}; raise it, or set it to 0",
+            f"kv.hostMemory is {memory_bytes} bytes, but one block takes {bytes_per_block} and two are the least; raise "
+            "it, or leave it out",
         )
     if memory_bytes > available_bytes:
         raise StartupError(
             "HostKVTooLarge",
-            f"kv.host_memory_bytes is {memory_bytes}, but {available_bytes} bytes of host memory are free; lower it, "
-            "or raise the memory limit of the pod",
+            f"kv.hostMemory is {memory_bytes} bytes, but {available_bytes} bytes of host memory are free; lower it, or "
+            "raise the memory limit of the pod",
         )
     return memory_bytes // bytes_per_block
 
