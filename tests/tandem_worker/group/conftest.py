@@ -76,7 +76,7 @@ class EngineRig:
         return [self.out.tokens(f"{first}-{index}") for index in range(len(prompts))]
 
 
-def build_config(path: Path, **parallelism: int) -> WorkerConfig:
+def build_config(path: Path, kv: dict[str, int], parallelism: dict[str, int]) -> WorkerConfig:
     return WorkerConfig(
         model_name="m",
         served_name="m",
@@ -85,16 +85,16 @@ def build_config(path: Path, **parallelism: int) -> WorkerConfig:
         model=ModelSource(uri=f"file://{path}"),
         device="CPU",
         dtype="Float32",
-        kv=KVConfig(memory_bytes=1 << 20, block_size=4),
+        kv=KVConfig(**{"memory_bytes": 1 << 20, "block_size": 4} | kv),
         scheduler=SchedulerConfig(max_batch_tokens=320, max_running_requests=16),
         group=GroupConfig(parallelism=Parallelism(**parallelism)),
     )
 
 
 @contextlib.contextmanager
-def run_group(path: Path, **parallelism: int) -> Iterator[EngineRig]:
+def run_group(path: Path, kv: dict[str, int] | None = None, **parallelism: int) -> Iterator[EngineRig]:
     torch.set_num_threads(1)
-    config = build_config(path, **parallelism)
+    config = build_config(path, kv or {}, parallelism)
     if config.group.parallelism.num_ranks == 1:
         out = Collector()
         engine = build_engine(load_model(path, device=CPU, dtype=torch.float32), config, out)

@@ -24,23 +24,6 @@ ROOT = build_chain_root("model")
 MAX_BATCH_TOKENS = 16
 
 
-class Copied:
-    """`Copying` that is done after some steps."""
-
-    seconds = (0.0, 0.0)
-
-    def __init__(self, steps: int, sources: dict[int, dict[int, int]]) -> None:
-        self.steps = steps
-        self.sources = sources
-
-    @property
-    def done(self) -> bool:
-        return self.steps <= 0
-
-    def check(self, host_contents: dict[int, dict[int, int]]) -> None:
-        assert all(host_contents[block] == content for block, content in self.sources.items()), "overwritten too early"
-
-
 class Driver:
     """Runs plans and checks each against what any plan must keep.
 
@@ -66,7 +49,6 @@ class Driver:
         self.now = 0.0
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
         self.host = HostCache(num_host_blocks + 1, BLOCK_SIZE) if num_host_blocks else None
-        self.copying: list[Copied] = []
         self.scheduler = Scheduler(
             self.limits, self.blocks, clock=lambda: self.now, host=self.host, wall=lambda: self.now
         )
@@ -113,7 +95,6 @@ class Driver:
 
     def step(self) -> StepPlan:
         self.now += 1
-        self.scheduler.sweep_host()
         plan = self.scheduler.schedule()
         self.check_plan(plan)
         self.compute(plan)
@@ -191,22 +172,15 @@ class Driver:
             self.write(sequence, start, digests)
 
     def make_moves(self) -> None:
-        """Copies are made at once, and known to be made some steps later: their sources stay as they are until then."""
-        if self.host is None:
+        moves = self.scheduler.take_moves()
+        if moves is None:
             return
-        for copying in self.copying:
-            copying.check(self.host_contents)
-            copying.steps -= 1
-        self.copying = [copying for copying in self.copying if not copying.done]
-        moves = self.host.take_moves()
+        assert len({host for _, host in moves.out}) == len(moves.out)
         for block, host_block in moves.out:
             self.host_contents[host_block] = dict(self.contents[block])
             assert len(self.host_contents[host_block]) == BLOCK_SIZE
         for host_block, block in moves.into:
             self.contents[block] = dict(self.host_contents[host_block])
-        copying = Copied(2, {host: dict(self.host_contents[host]) for host, _ in moves.into})
-        self.copying.append(copying)
-        self.host.launched(moves, copying)
 
     def write(self, sequence: Sequence, start: int, digests: list[int]) -> None:
         for position in range(start, len(digests)):
@@ -247,9 +221,8 @@ class Driver:
         self.blocks.check()
         if self.host is not None:
             self.host.blocks.check()
-            held = {block for _, blocks in self.host._under_way for block in blocks}
-            held |= {host_block for host_block, _ in self.host._into}
-            assert all(bool(self.host.blocks.num_holders(b)) is (b in held) for b in range(1, self.host.blocks.num_blocks + 1))
+            assert not self.host.has_moves
+            assert not self.host.blocks.num_held
         choices = [choice for request in self.requests for choice in request.choices]
         holders: dict[int, int] = {}
         for choice in choices:

@@ -33,8 +33,10 @@ class PeerPrefill:
         return self.request.choices[0]
 
     def report_start(self, num_layers: int, block_size: int) -> None:
-        """Before its first step; blocks that were found in this worker's prefix cache are complete in every layer. Those
-        that come from host memory are when the step has computed it."""
+        """Before its first step; blocks that were found in this worker's prefix cache are complete in every layer.
+
+        Those that come from host memory are reported when the step has computed the layer, with its own.
+        """
         if not self.started:
             self.started = True
             self.listener.prefill_started(self.request.id)

@@ -13,10 +13,9 @@ from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.execute.arena import measure_recordings
 from tandem_worker.engine.execute.executor import ExecutorBuilder, ModelExecutor
 from tandem_worker.engine.execute.memory import (
-    observe_available_memory,
     observe_num_blocks,
+    observe_num_host_blocks,
     plan_max_model_len,
-    plan_num_host_blocks,
 )
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_cache import HostCache
@@ -66,9 +65,7 @@ def build_engine(
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
     spec = model.kv_cache_spec(block_size)
-    num_host_blocks = plan_num_host_blocks(
-        config.kv.host_memory_bytes, spec.bytes_per_block, observe_available_memory()
-    )
+    num_host_blocks = observe_num_host_blocks(model, config) if ranks is None else ranks.num_host_blocks
     num_lanes = 1 if ranks is None else ranks.num_lanes
     schedulers = [
         Scheduler(

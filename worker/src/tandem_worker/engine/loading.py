@@ -94,9 +94,7 @@ class LoadDesk:
         self._source.start_load(order)
         return True
 
-    def _follow(
-        self, sequence: Sequence, names: list[bytes], matched: list[int], below: list[int], most: int
-    ) -> bool:
+    def _follow(self, sequence: Sequence, names: list[bytes], matched: list[int], below: list[int], most: int) -> bool:
         """Wait for a load under way that brings nothing but what this sequence needs next, instead of loading it again:
         many that have the same prompt, all at once, would fill memory with copies."""
         start = len(matched) + len(below)
@@ -192,27 +190,36 @@ class LoadDesk:
 class OfferDesk:
     """On the engine thread: hands idle blocks to a sink."""
 
-    def __init__(self, scheduler: Scheduler, sink: BlockSink, cold_blocks: int, fence: Callable[[], object]) -> None:
-        """`fence`: marks the point at which everything that was launched is written."""
-        self._scheduler, self._sink, self._fence = scheduler, sink, fence
-        self._cache = scheduler.blocks.watch()
+    def __init__(
+        self, scheduler: Scheduler, sink: BlockSink, cold_blocks: int, fence: Callable[[], object], *, below: bool
+    ) -> None:
+        """`fence`: marks the point at which everything that was launched is written. `below`: blocks of host memory are
+        offered, which those of the device have gone to before."""
+        self._scheduler, self._sink, self._fence, self._below = scheduler, sink, fence, below
+        host = scheduler.host
+        assert host is not None or not below
+        self._blocks = host.blocks if below and host is not None else scheduler.blocks
+        self._cache = self._blocks.watch()
         self._cache.on_due = sink.due
         self._cache.cold_blocks = cold_blocks
 
     def offer(self, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`. Nothing is offered where requests may want the blocks meanwhile."""
-        blocks = self._scheduler.blocks
+        blocks = self._blocks
         count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
         if count <= 0:
             self._cache.ask_again()
             self._sink.offered(None)
             return
+        if self._below and hottest:
+            self._scheduler.blocks.free_newest(count)
         take = self._cache.take_hottest if hottest else self._cache.take_coldest
         taken = take(count, self._sink.passes)
         if not taken:
             self._sink.offered(None)
             return
         ids = tuple(block for block, _ in taken)
+        self._scheduler.hooks.make_moves(False)
         self._sink.offered(Offer(block_ids=ids, names=tuple(name for _, name in taken), fence=self._fence()))
 
     def take_back(self, offer: Offer) -> None:
@@ -231,11 +238,13 @@ class TierDesk:
         cold_blocks: int,
         fence: Callable[[], object],
         send: Callable[[Callable[[], None]], None],
+        below: bool = False,
     ) -> None:
-        """`cold_blocks`: so many blocks that memory gives up next are to be in the tier."""
+        """`cold_blocks`: so many blocks that memory gives up next are to be in the tier. `below`: that memory is the
+        host's, and `fence` its own."""
         self._send = send
         self._loads = LoadDesk(scheduler, tier)
-        self._offers = OfferDesk(scheduler, tier, cold_blocks, fence)
+        self._offers = OfferDesk(scheduler, tier, cold_blocks, fence, below=below)
         scheduler.hooks.loads = self._loads
 
     def load_ended(self, load: int, valid: int) -> None:

@@ -72,9 +72,10 @@ class StepRunner:
         drafting: Drafting | None = None,
         lane: int = 0,
     ) -> None:
-        """`lane`: which of several batches that run side by side this one computes. `runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
+        """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
         `speculator` puts guesses into steps; None: every step is one token of each choice.
         `drafting`: where the model has a draft head, whether it guesses here or not; its steps do not run ahead.
+        `lane`: which of several batches that run side by side this one plans.
 
         `hand_over` delivers `outputs.deltas`. Called where they would wait until another step is computed.
         """
@@ -263,7 +264,6 @@ class StepRunner:
         target = self._target_step_seconds
         if target is not None and self.scheduler.queues.num_waiting + len(self.scheduler.queues.running) <= 1:
             target *= _ALONE
-        self.scheduler.sweep_host()
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         for sequence in plan.withdrawn:
             self.remote.withdraw(sequence)
@@ -277,17 +277,16 @@ class StepRunner:
 
     def _make_moves(self, others_write: bool) -> None:
         """As `Hooks.make_moves`. Whatever is launched next finds what was fetched, in every layer."""
-        if self._launch_moves(others_write=others_write) and not others_write:
+        if self._launch_moves(others_write=others_write):
             self.executor.await_fetches()
 
     def _launch_moves(self, *, others_write: bool) -> bool:
-        host = self.scheduler.host
-        if host is None or not host.has_moves:
+        moves = self.scheduler.take_moves()
+        if moves is None:
             return False
         if others_write and self.outputs.deltas:
             self._hand_over()  # they would wait for what is waited for
-        moves = host.take_moves()
-        host.launched(moves, self.executor.move_blocks(moves, lane=self._lane, settle=others_write))
+        self.executor.move_blocks(moves, lane=self._lane, settle=others_write)
         return True
 
     def _guess_with_head(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:

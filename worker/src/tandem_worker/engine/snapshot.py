@@ -10,10 +10,10 @@ from tandem_worker.engine.contract import EngineStats, HostStats
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.runner import StepRunner
-from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.meter import WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
+_HOST_FIELDS = tuple(field.name for field in fields(HostStats))
 _LARGEST = frozenset(
     {"kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total"}
 )
@@ -66,7 +66,7 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         prefills_remote_total=totals.prefills_remote,
         prefills_fallback_total=totals.prefills_fallback,
         decode_tokens_per_step=meter.decode_tokens_per_step,
-        host=_describe_host(scheduler.host, lane.executor.kv_cache.spec.bytes_per_block),
+        host=_describe_host(lane),
         **_describe_guesses(lane.speculator),
     )
 
@@ -81,26 +81,30 @@ def _describe_guesses(speculator: Speculator | None) -> dict[str, Any]:
     }
 
 
-def _describe_host(host: HostCache | None, bytes_per_block: int) -> HostStats | None:
+def _describe_host(lane: StepRunner) -> HostStats | None:
+    host = lane.scheduler.host
     if host is None:
         return None
-    counts = host.counts
+    counts, (seconds_out, seconds_in) = host.counts, lane.executor.host_seconds
     return HostStats(
         blocks_total=host.blocks.num_blocks,
         blocks_stored=len(host.blocks.cache),
         horizon=host.blocks.cache.horizon,
         blocks_out_total=counts.blocks_out,
         blocks_in_total=counts.blocks_in,
-        seconds_out_total=counts.seconds_out,
-        seconds_in_total=counts.seconds_in,
+        seconds_out_total=seconds_out,
+        seconds_in_total=seconds_in,
         evictions_total=counts.evictions,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=lane.executor.kv_cache.spec.bytes_per_block,
     )
 
 
 def _join_hosts(one: HostStats, other: HostStats) -> HostStats:
-    summed = {field.name: getattr(one, field.name) + getattr(other, field.name) for field in fields(HostStats)}
-    return HostStats(**summed | {"horizon": max(one.horizon, other.horizon), "bytes_per_block": one.bytes_per_block})
+    summed = {name: getattr(one, name) + getattr(other, name) for name in _HOST_FIELDS}
+    same = ("bytes_per_block", "seconds_out_total", "seconds_in_total")
+    kept = {name: getattr(one, name) for name in same}
+    joined: dict[str, Any] = {**summed, **kept, "horizon": max(one.horizon, other.horizon)}
+    return HostStats(**joined)
 
 
 def _join(one: EngineStats, other: EngineStats) -> EngineStats:

@@ -14,7 +14,7 @@ from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.agreement import GroupPlan
 from tandem_worker.group.control.link import MessageKind
 from tandem_worker.group.control.store import GroupStore
-from tandem_worker.group.control.wire import decode_step
+from tandem_worker.group.control.wire import decode_moves, decode_step
 from tandem_worker.group.executor import RankExecutor, describe_rank
 from tandem_worker.group.pods.children import RankOrder
 from tandem_worker.group.topology import check_model, count_experts
@@ -115,6 +115,8 @@ class FollowingRank:
             answer=member.answer,
         )
         executor = RankExecutor(model, kv_cache, context, GroupShape.of(config.group.parallelism), plan)
+        if plan.num_host_blocks:
+            executor.add_host_pool(plan.num_host_blocks)
         release_collector()
         enter("warming up")
         with torch.inference_mode():
@@ -140,6 +142,10 @@ def _compute_steps(
         if kind is MessageKind.TRANSFER:
             assert handle is not None, "only roles that move blocks are told of transfers"
             handle(payload)
+            continue
+        if kind is MessageKind.MOVES:
+            moves, settle = decode_moves(payload)
+            executor.move_blocks(moves, settle=settle)
             continue
         executor.compute(decode_step(payload))
         if waiting:

@@ -46,9 +46,9 @@ def copy_rows(
 ) -> None:
     """Copy `width` words from column `source_column` of some rows of `source` to column `target_column` of `target`.
 
-    pairs `[K, 2]` int64 (row of the source, row of the target; targets are distinct), on the device; source `[N, P]` and
-    target `[M, Q]` contiguous, of one integer type, each on the device or in host memory that is pinned and mapped there.
-    Raises `ValueError` for shapes and columns, `TypeError` for dtypes.
+    pairs `[K, 2]` int64 (row of the source, row of the target; targets are distinct), on the device; source `[N, P]`
+    and target `[M, Q]` contiguous, of one integer type, each on the device or in host memory that is pinned and mapped
+    there. Raises `ValueError` for shapes and columns, `TypeError` for dtypes.
     """
     require_shape("pairs", pairs, (None, 2))
     require_dtype("pairs", pairs, torch.int64)

@@ -20,7 +20,7 @@ from tandem_worker.engine.execute.host_pool import HostPool
 from tandem_worker.engine.execute.step import StepOutput
 from tandem_worker.engine.sample.contract import Sampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
-from tandem_worker.engine.schedule.host_cache import Copying, Moves
+from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
@@ -135,14 +135,18 @@ class ModelExecutor:
         self.host_pool = HostPool(self.kv_cache, num_blocks)
         self.fetch_seconds = self.host_pool.measure_fetch_seconds()
 
-    def move_blocks(self, moves: Moves, *, lane: int = 0, settle: bool = False) -> Copying:
+    def move_blocks(self, moves: Moves, *, lane: int = 0, settle: bool = False) -> None:
         """Launch copies to the host and back, for the steps of a lane. `settle`: return when they are made. What fails
         here is lost, so an error is not to be survived."""
         assert self.host_pool is not None
-        batch = self.host_pool.launch(moves)
+        self.host_pool.launch(moves)
         if settle:
             self.host_pool.settle()
-        return batch
+
+    @property
+    def host_seconds(self) -> tuple[float, float]:
+        """Seconds that copies to the host took so far, and those from there."""
+        return (0.0, 0.0) if self.host_pool is None else self.host_pool.count_seconds()
 
     def await_fetches(self) -> None:
         """Whatever is launched next finds what was fetched from the host, in every layer."""
@@ -228,6 +232,11 @@ class ExecutorBuilder(Protocol):
     @property
     def num_lanes(self) -> int:
         """Batches that are computed side by side."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that every rank has, block 0 included, once that is agreed; 0: none is wanted."""
         ...
 
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:

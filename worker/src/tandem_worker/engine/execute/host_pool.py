@@ -1,15 +1,16 @@
 """The bytes of blocks in host memory, each one piece over all layers, and the copies between them and the device's.
 
-Copies go layer by layer: out behind everything that was launched before, in behind that. What is launched later waits
-for a layer's copies before it reads or writes that layer (`before_layer`), so the copy of layer N + 1 and the
-computation of layer N share the time. On a GPU each direction has a stream; on a CPU, where there is nothing to share,
-a layer's copies are made when it is waited for.
+Copies go layer by layer: out behind everything that was launched before, in behind that, and out again behind what has
+come in. What is launched later waits for a layer's copies before it reads or writes that layer (`before_layer`), so the
+copy of layer N + 1 and the computation of layer N share the time. On a GPU each direction has a stream; on a CPU, where
+there is nothing to share, a layer's copies are made when it is waited for.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -74,6 +75,8 @@ class LateCopies:
             self._copies[self._made]()
             self._made += 1
         self.seconds += time.perf_counter() - began
+        if self.done:
+            self._after = None
 
     def finish(self) -> None:
         self.reach(len(self._copies))
@@ -121,35 +124,6 @@ def open_direction(device: torch.device, cuda: Any = torch.cuda) -> Submit:
     return lambda copies, after: StreamCopies(stream, copies, after, cuda)
 
 
-class Batch:
-    """`engine.schedule.host_cache.Copying`: copies out, then in; either may be None."""
-
-    def __init__(self, out: Copies | None, into: Copies | None) -> None:
-        self.out, self.into = out, into
-
-    @property
-    def _both(self) -> list[Copies]:
-        return [copies for copies in (self.out, self.into) if copies is not None]
-
-    @property
-    def done(self) -> bool:
-        return all(copies.done for copies in self._both)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        return (0.0 if self.out is None else self.out.seconds), (0.0 if self.into is None else self.into.seconds)
-
-    def reach(self, layer: int) -> None:
-        """As `Copies.reach`, of both."""
-        for copies in self._both:
-            copies.reach(layer)
-
-    def finish(self) -> None:
-        """As `Copies.finish`, of both."""
-        for copies in self._both:
-            copies.finish()
-
-
 class HostPool:
     """On the engine thread. Raises MemoryError where the system has no such memory, and what the device raises."""
 
@@ -171,33 +145,33 @@ class HostPool:
             runtime, flags = cast(Any, torch.cuda.cudart()), _PORTABLE | _MAPPED
             torch.cuda.check_error(int(runtime.cudaHostRegister(self.rows.data_ptr(), self.rows.nbytes, flags)))
         self._submit_out, self._submit_in = directions or (open_direction(self._device), open_direction(self._device))
-        self._pending: list[Batch] = []
+        self._pending: list[Copies] = []
         """Those that the engine has not waited for in every layer."""
-        self._latest = Batch(None, None)
-        """The last copies of each direction: those before them are made earlier."""
+        self._out: Copies | None = None
+        self._in: Copies | None = None
+        """The last ones of each direction: those before them are made earlier."""
+        self._untimed: tuple[deque[Copies], deque[Copies]] = deque(), deque()
+        self._seconds = [0.0, 0.0]
 
-    def launch(self, moves: Moves) -> Batch:
-        """Copy out, then in. Nothing is waited for."""
-        out = into = None
+    def launch(self, moves: Moves) -> None:
+        """Copy out, then in, layer by layer, behind all that was launched before. Nothing is waited for."""
+        layers = range(len(self._layers))
         if moves.out:
             pairs = self._upload(moves.out)
-            out = self._submit_out([partial(self._copy_out, pairs, layer) for layer in range(len(self._layers))], None)
-            self._latest.out = out
+            self._out = self._submit_out([partial(self._copy_out, pairs, layer) for layer in layers], self._in)
+            self._untimed[0].append(self._out)
+            self._pending.append(self._out)
         if moves.into:
             pairs = self._upload(moves.into)
-            # What they read may have gone out only now, or before, which is this direction's own business.
-            after = self._latest.out
-            into = self._submit_in([partial(self._copy_in, pairs, layer) for layer in range(len(self._layers))], after)
-            self._latest.into = into
-        batch = Batch(out, into)
-        self._pending.append(batch)
-        return batch
+            self._in = self._submit_in([partial(self._copy_in, pairs, layer) for layer in layers], self._out)
+            self._untimed[1].append(self._in)
+            self._pending.append(self._in)
 
     def before_layer(self, layer: int) -> None:
         """What is launched from now on finds this layer of all that was fetched, and overwrites nothing of it that is
         on its way out."""
-        for batch in self._pending:
-            batch.reach(layer)
+        for copies in self._pending:
+            copies.reach(layer)
         if layer == len(self._layers) - 1:
             self._pending.clear()
 
@@ -208,19 +182,29 @@ class HostPool:
 
     def await_all(self) -> None:
         """As `before_layer`, of every layer."""
-        for batch in self._pending:
-            batch.reach(len(self._layers) - 1)
+        for copies in self._pending:
+            copies.reach(len(self._layers) - 1)
         self._pending.clear()
 
     def settle(self) -> None:
         """Return when all copies are made: others than the engine's steps may read and write what they concern."""
         self.await_all()
-        self._latest.finish()
+        for copies in (self._out, self._in):
+            if copies is not None:
+                copies.finish()
+
+    def count_seconds(self) -> tuple[float, float]:
+        """Seconds that the copies took which are made by now: out, and in."""
+        for direction, untimed in enumerate(self._untimed):
+            while untimed and untimed[0].done:
+                self._seconds[direction] += untimed.popleft().seconds
+        return self._seconds[0], self._seconds[1]
 
     def fence(self) -> object:
         """For `wait`: behind all copies to the host that were launched."""
-        self.await_all()
-        return self._latest.out
+        if isinstance(self._out, LateCopies):
+            self._out.finish()  # nobody else may
+        return self._out
 
     @staticmethod
     def wait(fence: object) -> None:

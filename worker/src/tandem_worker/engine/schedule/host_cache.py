@@ -8,10 +8,8 @@ written to the blocks that they read.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tandem_worker.engine.schedule.block_manager import BlockManager
 
@@ -29,20 +27,6 @@ class Moves:
         return bool(self.out or self.into)
 
 
-class Copying(Protocol):
-    """Moves that were launched."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the host's blocks are read and written no more."""
-        ...
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """What going out and coming in took, once they are done."""
-        ...
-
-
 @dataclass(slots=True)
 class HostCounts:
     """Since the start."""
@@ -51,8 +35,6 @@ class HostCounts:
     """Blocks that were copied to the host."""
     blocks_in: int = 0
     """Blocks that came back."""
-    seconds_out: float = 0.0
-    seconds_in: float = 0.0
     evictions: int = 0
     """Blocks that were given up for others."""
 
@@ -74,8 +56,6 @@ class HostCache:
         self._out: dict[int, int] = {}
         """The block that each host block is to be copied from."""
         self._into: list[tuple[int, int]] = []
-        self._under_way: deque[tuple[Copying, list[int]]] = deque()
-        """Copies in their order, and the host blocks that are held until they are made."""
 
     def keep(self, block: int, name: bytes, last_use: float) -> None:
         """The device gives up `block`, whose content has this name: it is to be copied here, unless it is here. Where
@@ -101,7 +81,7 @@ class HostCache:
         return found if found and self.prefers_fetch() else []
 
     def fetch(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy held blocks of the host, which are let go of when that is done, to blocks of the device."""
+        """Copy held blocks of the host, which are let go of when the copies are taken, to blocks of the device."""
         self._into.extend(zip(host_blocks, blocks, strict=True))
 
     @property
@@ -109,27 +89,16 @@ class HostCache:
         """Whether there are copies that were not taken."""
         return bool(self._out or self._into)
 
-    def take_moves(self) -> Moves:
-        """The copies that nobody has taken yet, to be made now; `launched` is to be called next."""
+    def take_moves(self, now: float) -> Moves:
+        """The copies that nobody has taken yet, to be made behind those that were taken before, block by block: what
+        is read here now may be what is written next."""
         moves = Moves(out=tuple((block, host) for host, block in self._out.items()), into=tuple(self._into))
         self._out.clear()
         self._into.clear()
+        self.blocks.release([host_block for host_block, _ in moves.into], (), now)
         self.counts.blocks_out += len(moves.out)
         self.counts.blocks_in += len(moves.into)
         return moves
-
-    def launched(self, moves: Moves, copying: Copying) -> None:
-        """These are being made."""
-        self._under_way.append((copying, [host_block for host_block, _ in moves.into]))
-
-    def sweep(self, now: float) -> None:
-        """Let go of what has been copied."""
-        while self._under_way and self._under_way[0][0].done:
-            copying, host_blocks = self._under_way.popleft()
-            seconds_out, seconds_in = copying.seconds
-            self.counts.seconds_out += seconds_out
-            self.counts.seconds_in += seconds_in
-            self.blocks.release(host_blocks, (), now)
 
 
 def is_fetching_sooner(block_size: int, *, seconds_per_block: float, prefill_tokens_per_second: float | None) -> bool:

@@ -5,10 +5,11 @@
                 │ └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
                 └◀▶ LOADING
 
-PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks.
-RECEIVING ones hold the blocks that a prefill worker writes to and cost no compute; until the prefill worker has begun, others may take these blocks from them. LOADING ones hold cached
-blocks and those that a tier of this worker writes to, outside the queue; others may take them too. RUNNING ones are
-prefilling or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
+PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks. RECEIVING
+ones hold the blocks that a prefill worker writes to and cost no compute; until the prefill worker has begun, others may
+take these blocks from them. LOADING ones hold cached blocks and those that a tier of this worker writes to, outside the
+queue; others may take them too. RUNNING ones are prefilling or decoding. HELD is the prefill side's end: computed,
+blocks kept until they are sent.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from collections.abc import Callable
 
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.deadlines import find_place
-from tandem_worker.engine.schedule.host_cache import HostCache
+from tandem_worker.engine.schedule.host_cache import HostCache, Moves
 from tandem_worker.engine.schedule.plan import SchedulerLimits, StepPlan
 from tandem_worker.engine.schedule.planner import Hooks, StepPlanner, may_go_remote
 from tandem_worker.engine.schedule.queues import SequenceQueues
@@ -181,6 +181,11 @@ class Scheduler:
         """Let go of named blocks that were held for who copies them."""
         self.queues.let_go(blocks)
 
+    def give_back_below(self, host_blocks: tuple[int, ...]) -> None:
+        """The same of blocks of host memory."""
+        assert self.host is not None
+        self.host.blocks.release(host_blocks, (), self._wall())
+
     def ask_done(self, sequence: Sequence) -> None:
         """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
         self.queues.loading.discard(sequence)
@@ -189,10 +194,9 @@ class Scheduler:
         if self.hooks.loads is None or not self.hooks.loads.begin(sequence):
             self.queues.enqueue(sequence)
 
-    def sweep_host(self) -> None:
-        """Let go of blocks of the host that have been copied."""
-        if self.host is not None:
-            self.host.sweep(self._wall())
+    def take_moves(self) -> Moves | None:
+        """As `HostCache.take_moves`; None: there are none."""
+        return None if self.host is None or not self.host.has_moves else self.host.take_moves(self._wall())
 
     def count_cached(self, names: list[bytes]) -> int:
         """Blocks in memory of the longest known beginning of `names`."""

@@ -45,6 +45,8 @@ class MessageKind(IntEnum):
     """Either: I am here, and this is wrong with me."""
     TRANSFER = 11
     """Leader: about moving KV blocks, in its place among the steps."""
+    MOVES = 15
+    """Leader: copy blocks to host memory and back, in its place among the steps."""
     ANSWER = 12
     """Follower: about moving KV blocks."""
     LEAVING = 8
@@ -69,6 +71,7 @@ MAX_PAYLOAD: Mapping[MessageKind, int] = {
     MessageKind.PLAN: 16 * _MiB,
     MessageKind.STEP: 256 * _MiB,  # block tables of a full batch of the longest contexts, told anew: 4 bytes a block
     MessageKind.HEARTBEAT: 1 << 16,
+    MessageKind.MOVES: 64 * _MiB,  # 8 bytes a block
     MessageKind.TRANSFER: 16 * _MiB,
     MessageKind.ANSWER: _MiB,
     MessageKind.LEAVING: 0,

@@ -28,7 +28,15 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _BLAME_SECONDS = 2.0
 _SPOKEN_BY_LEADERS = frozenset(
-    {MessageKind.PLAN, MessageKind.STEP, MessageKind.TRANSFER, MessageKind.FAILED, MessageKind.STOP, MessageKind.RESULT}
+    {
+        MessageKind.PLAN,
+        MessageKind.STEP,
+        MessageKind.MOVES,
+        MessageKind.TRANSFER,
+        MessageKind.FAILED,
+        MessageKind.STOP,
+        MessageKind.RESULT,
+    }
 )
 
 
