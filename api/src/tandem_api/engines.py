@@ -151,6 +151,7 @@ _LIMITS = (
         + " && (!has(self.engine.speculative) || !has(self.engine.speculative.draft))",
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
+    _Limit(".kv.hostMemory", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.hostMemory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(".kv.store", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.store)"),
     _Limit(
@@ -262,6 +263,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         guesses.method not in {"Auto", "Off"}
         or (guesses.max_tokens, guesses.adaptive, guesses.history, guesses.draft) != (8, True, "64Mi", None),
         kv.memory is not None,
+        kv.host_memory is not None,
         kv.disk is not None,
         kv.store is not None,
         kv.peers != "Off",

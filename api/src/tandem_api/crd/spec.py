@@ -19,6 +19,7 @@ from tandem_api.crd.expressions import (
     fewest,
     fewest_gpus,
     has_mode,
+    holds_host_memory,
     is_lone,
     rests_less,
 )
@@ -31,7 +32,7 @@ from tandem_api.crd.roles import WorkerRole
 from tandem_api.crd.rollout import NO_ROOM, Drain, Rollout
 from tandem_api.crd.scaling import SLO, Autoscaling, ScaleToZero
 from tandem_api.engines import find_refusal, foreign_rules
-from tandem_api.quantities import parse_duration
+from tandem_api.quantities import parse_duration, parse_quantity
 from tandem_api.validation import RULES_KEY, rule
 
 _NO_SLO = "is needed by a role with scaling.mode SLO: write slo.ttft.seconds and slo.tpot.seconds"
@@ -61,6 +62,13 @@ _LONE_STANDBY = (
 _LONE_DISK = (
     "needs workers of one rank, because the ranks of a group keep no blocks on disks yet: leave disk out, or leave"
     " parallelism at 1"
+)
+_HOST_ON_CPU = (
+    "is for workers on GPUs, because a CPU's blocks are in the host's memory already: remove it, and raise kv.memory"
+)
+_HOST_BEYOND_LIMIT = (
+    "must be less than the memory limit of each worker role, for every rank of a pod: lower it, or raise"
+    " resources.limits.memory"
 )
 _LONE_HEAD = (
     "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
@@ -148,6 +156,18 @@ class InferenceModelSpec(Authored):
                     path=".kv.disk",
                 ),
                 rule(
+                    "!has(self.kv) || !has(self.kv.hostMemory) || !has(self.engine) || !has(self.engine.device)"
+                    " || self.engine.device != 'CPU'",
+                    _HOST_ON_CPU,
+                    path=".kv.hostMemory",
+                ),
+                rule(
+                    "!has(self.kv) || !has(self.kv.hostMemory)"
+                    f" || {holds_host_memory('decode')} && {holds_host_memory('prefill')}",
+                    _HOST_BEYOND_LIMIT,
+                    path=".kv.hostMemory",
+                ),
+                rule(
                     "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
                     f" || {is_lone('decode')} && {is_lone('prefill')}",
                     _LONE_HEAD,
@@ -226,6 +246,18 @@ class InferenceModelSpec(Authored):
             raise ValueError(f"kv.disk {_LONE_DISK}")
         if self.kv.store is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
             raise ValueError(f"kv.store {_LONE_STORE}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_host_memory(self) -> InferenceModelSpec:
+        if self.kv.host_memory is None:
+            return self
+        if self.engine.device == "CPU":
+            raise ValueError(f"kv.hostMemory {_HOST_ON_CPU}")
+        for role in self.workers:
+            limit = role.resources.limits.get("memory")
+            if limit is not None and parse_quantity(limit) <= parse_quantity(self.kv.host_memory) * role.ranks_per_pod:
+                raise ValueError(f"kv.hostMemory {_HOST_BEYOND_LIMIT}")
         return self
 
     @model_validator(mode="after")

@@ -269,7 +269,7 @@ def _add_engine(out: Families, engine: EngineStats) -> None:
     )
     out.counter(
         Metric.WORKER_PREEMPTIONS_TOTAL,
-        "Requests set back to make room; what others have taken of their blocks is computed again, or comes back.",
+        "Requests set back to make room.",
         engine.preemptions_total,
     )
     out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
