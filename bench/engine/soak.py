@@ -134,7 +134,8 @@ def run_tight(jobs: list[Job], *, remote: bool, ahead: bool) -> tuple[Run, Engin
     limits = {"max_running_requests": 12, "max_batch_tokens": 32, "local_prefill_max_tokens": 8}
     engine = start_engine(run, TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, ahead=ahead, **limits)
     rng = random.Random(len(jobs))
-    engine._scheduler.hooks.prefers_move = lambda num_tokens, num_blocks: rng.random() < 0.5
+    assert engine._scheduler.host is not None
+    engine._scheduler.host.prefers_fetch = lambda: rng.random() < 0.9
     engines = [engine]
     if remote:
         prefill = start_engine(Run([], with_aborts=False), 3 * TIGHT_BLOCKS, max_batch_tokens=32)
@@ -149,8 +150,9 @@ def run_tight(jobs: list[Job], *, remote: bool, ahead: bool) -> tuple[Run, Engin
             problems.append(f"the engine is not idle, or failed: {each.failure}")
         if each.stats().kv_blocks_used:
             problems.append(f"{each.stats().kv_blocks_used} blocks are still in use")
-        if each._scheduler.queues.host.num_held:
-            problems.append(f"{each._scheduler.queues.host.num_held} host blocks are still in use")
+        host = each._scheduler.host
+        if host is not None and host.blocks.num_held:
+            problems.append(f"{host.blocks.num_held} host blocks are still in use")
     return run, engine.stats(), problems
 
 
@@ -208,8 +210,8 @@ def main() -> int:
     num_aborted = sum(reason is FinishReason.ABORT for tight, _, _ in runs for reason in tight.reasons.values())
     print(f"{options.requests} requests in {seconds:.0f} s with {TIGHT_BLOCKS} blocks of {BLOCK_SIZE} tokens")
     print(f"steps {total['steps_total']}, tokens {total['generated_tokens_total']}")
-    recomputed, moved = total["preemptions_recompute_total"], total["preemptions_move_total"]
-    print(f"preemptions {recomputed} computed again, {moved} moved to the host ({HOST_BLOCKS} blocks)")
+    out, back = (sum(getattr(stats.host, f"blocks_{way}_total") for _, stats, _ in runs) for way in ("out", "in"))
+    print(f"preemptions {total['preemptions_total']}; {out} blocks to the host ({HOST_BLOCKS} blocks), {back} back")
     print(f"cached prompt tokens {total['cached_tokens_total']} of {total['prompt_tokens_total']}")
     print(f"remote prefills {total['prefills_remote_total']}, fallbacks {total['prefills_fallback_total']}")
     print(f"aborted choices {num_aborted}")
@@ -222,8 +224,9 @@ def main() -> int:
                 "passed": not problems,
                 "requests": options.requests,
                 "seconds": round(seconds, 1),
-                "preemptions_recompute": recomputed,
-                "preemptions_move": moved,
+                "preemptions": total["preemptions_total"],
+                "blocks_to_host": out,
+                "blocks_from_host": back,
                 "blocks_in_use": total["kv_blocks_used"],
                 "wrong": len(problems),
             }

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from tandem_sim.traces import BLOCK_TOKENS, Arrival, read_trace
 from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.tiers.files import Volume
 from tandem_worker.tiers.format import Geometry, TierKey
 from tandem_worker.tiers.policy import is_slow, is_sooner, predict_seconds
@@ -34,7 +35,7 @@ from bench.routing.fleet import STEP_SECONDS, Fleet, Served
 from bench.routing.policies import Policy, RoundRobin, Tandem
 from bench.routing.simulate import Recorded, Replay, replay
 
-MEMORY_TOKENS, DISK_TOKENS = 250_000, 16_000_000
+MEMORY_TOKENS, HOST_TOKENS, DISK_TOKENS = 250_000, 2_000_000, 16_000_000
 TOKEN_BYTES, TOKENS_PER_SECOND = 23_040, 16_000.0
 SEGMENT_BLOCKS = 6
 """Of the recording's blocks, 512 tokens each, about 64 MiB."""
@@ -43,6 +44,10 @@ BANDWIDTHS = (10e6, 400e6, 750e6, 1.5e9, 3e9)
 PEER_BANDWIDTH = 1.25e9
 """10 Gb Ethernet."""
 PEER_GOAL = 0.365
+HOST_BANDWIDTH = 25e9
+"""Half of what pinned memory brings over PCIe 5."""
+WRITES_GOAL = 0.45
+"""Tokens written per token of the prompts with host memory, at 16 workers."""
 GOALS = {4: 0.308, 16: 0.350, 64: 0.367}
 """Hits with homes of bounded load, as the issue of this tier had measured them with policies of their own."""
 
@@ -58,7 +63,8 @@ class Nowhere(Volume):
 
 
 class TieredFleet(Fleet):
-    """Workers with a disk each; `disk_tokens` 0: none. `peer_bandwidth`: bytes per second that a worker brings of
+    """Workers with a disk each; `disk_tokens` 0: none. `host_tokens`: of memory below their own, which the disk is fed
+    from. `peer_bandwidth`: bytes per second that a worker brings of
     others' blocks; None: it asks nobody."""
 
     def __init__(
@@ -68,6 +74,7 @@ class TieredFleet(Fleet):
         tokens_per_second: float,
         kv_tokens: int,
         disk_tokens: int = 0,
+        host_tokens: int = 0,
         bandwidth: float = 1.5e9,
         write_through: bool = False,
         peer_bandwidth: float | None = None,
@@ -76,10 +83,16 @@ class TieredFleet(Fleet):
         self._bandwidth = bandwidth
         self._has_disk = disk_tokens > 0
         self._memories = [BlockManager(self.capacity + 1, BLOCK_TOKENS) for _ in range(count)]
-        watched = [memory.watch() for memory in self._memories]
-        self._watched = watched
-        for cache in watched:
-            cache.cold_blocks = self.capacity + 1 if write_through else int(self.capacity * COLD_SHARE)
+        size = host_tokens // BLOCK_TOKENS
+        self._hosts = [HostCache(size + 1, BLOCK_TOKENS) if host_tokens else None for _ in range(count)]
+        fed = [
+            memory if host is None else host.blocks for memory, host in zip(self._memories, self._hosts, strict=True)
+        ]
+        for memory, host in zip(self._memories, self._hosts, strict=True):
+            memory.cache.on_evict = None if host is None else host.keep
+        self._watched = watched = [manager.watch() for manager in fed]
+        for cache, manager in zip(watched, fed, strict=True):
+            cache.cold_blocks = manager.num_blocks + 1 if write_through else int(manager.num_blocks * COLD_SHARE)
         key = TierKey(model_digest="", revision="", layout="")
         geometry = Geometry((1,), SEGMENT_BLOCKS)
         segments = max(2, disk_tokens // BLOCK_TOKENS // SEGMENT_BLOCKS)
@@ -92,7 +105,7 @@ class TieredFleet(Fleet):
         self._network_free = np.zeros(count)
         self.source: int | None = None
         """Who was named to have a part of the next prompt."""
-        self.pulled_tokens = 0
+        self.pulled_tokens = self.fetched_tokens = 0
         self._rows = np.zeros((BATCH, geometry.slot_bytes), np.uint8)
         self.written_tokens = 0
         self.loaded_tokens = 0
@@ -103,12 +116,16 @@ class TieredFleet(Fleet):
         memory = self._memories[worker]
         names = [block.to_bytes(16, "little", signed=True) for block in arrival.blocks]
         most = (arrival.prompt - 1) // BLOCK_TOKENS
-        matched = memory.match_prefix(names, most)
-        loaded, ready = self._load(worker, names[len(matched) : most], arrival.at)
-        tokens = (len(matched) + loaded) * BLOCK_TOKENS
-        first = max(ready, float(self.free_at[worker])) + (arrival.prompt - tokens) / self.rate
+        matched, host = memory.match_prefix(names, most), self._hosts[worker]
+        below = [] if host is None else host.find(names[len(matched) : most])
+        near = len(matched) + len(below)
+        loaded, ready = self._load(worker, names[near:most], arrival.at)
+        tokens = (near + loaded) * BLOCK_TOKENS
+        fetching = len(below) * BLOCK_TOKENS * TOKEN_BYTES / HOST_BANDWIDTH  # as if nothing were computed meanwhile
+        first = max(ready, float(self.free_at[worker])) + fetching + (arrival.prompt - tokens) / self.rate
         self.free_at[worker] = first
-        self._keep_blocks(worker, names, matched, arrival.at)
+        self.fetched_tokens += len(below) * BLOCK_TOKENS
+        self._keep_blocks(worker, names, matched, below, arrival.at)
         return Served(first, first + STEP_SECONDS * arrival.output, tokens, STEP_SECONDS)
 
     def _load(self, worker: int, names: Sequence[bytes], now: float) -> tuple[int, float]:
@@ -147,7 +164,8 @@ class TieredFleet(Fleet):
         """Leading blocks that a worker gives away: of memory, then of its disk."""
         if worker is None:
             return 0
-        held = len(self._memories[worker].match_prefix(names, len(names)))
+        held, host = len(self._memories[worker].match_prefix(names, len(names))), self._hosts[worker]
+        held += 0 if host is None else len(host.find(names[held:]))
         return held + (len(self._stores[worker].find(names[held:])) if self._has_disk else 0)
 
     def find_holder(self, arrival: Arrival) -> int:
@@ -155,13 +173,18 @@ class TieredFleet(Fleet):
         names = [block.to_bytes(16, "little", signed=True) for block in arrival.blocks]
         return max(range(self.count), key=lambda worker: self._count_held(worker, names))
 
-    def _keep_blocks(self, worker: int, names: list[bytes], matched: list[int], now: float) -> None:
-        memory = self._memories[worker]
+    def _keep_blocks(self, worker: int, names: list[bytes], matched: list[int], below: list[int], now: float) -> None:
+        memory, host = self._memories[worker], self._hosts[worker]
         missing = len(names) - len(matched)
         if memory.count_required(matched, len(names)) > memory.num_available:
             return
         memory.hold(matched)
+        if host is not None:
+            host.blocks.hold(below)
         blocks = matched + memory.allocate(missing)
+        if host is not None:
+            host.fetch(below, blocks[len(matched) : len(matched) + len(below)])
+            host.take_moves(now)
         memory.release(blocks, names, now)
         while self._has_disk and self._watched[worker].is_due:
             self._write(worker)
@@ -233,6 +256,11 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
         "homes, memory": (homes(MEMORY_TOKENS), {}),
         "homes, disk": (homes(whole), {"disk_tokens": DISK_TOKENS}),
         "homes, disk, written through": (homes(whole), {"disk_tokens": DISK_TOKENS, "write_through": True}),
+        "homes, host memory": (homes(MEMORY_TOKENS + HOST_TOKENS), {"host_tokens": HOST_TOKENS}),
+        "homes, host memory and disk": (
+            homes(whole + HOST_TOKENS),
+            {"host_tokens": HOST_TOKENS, "disk_tokens": DISK_TOKENS},
+        ),
         "round robin, memory": (RoundRobin, {}),
         "round robin, disk": (RoundRobin, {"disk_tokens": DISK_TOKENS}),
         "homes, disk and peers": (naming_homes(whole), both),
@@ -248,6 +276,7 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
             "written": round(fleet.written_tokens / prompts, 3),
             "loaded": round(fleet.loaded_tokens / prompts, 3),
             "pulled": round(fleet.pulled_tokens / prompts, 3),
+            "fetched": round(fleet.fetched_tokens / prompts, 3),
         }
         found[name] = figures
         print(f"{workers:4} workers  {name:30} {json.dumps(figures)}", flush=True)
@@ -279,6 +308,14 @@ def judge(workers: int, found: dict[str, Any]) -> dict[str, Any]:
     for way in ("homes", "round robin"):
         value = found[f"{way}, disk and peers"]["hits"]
         rows[f"hits, {way}, disk and peers"] = {"value": value, "goal": PEER_GOAL, "met": value >= PEER_GOAL}
+    if workers == 16:
+        written, same = found["homes, host memory and disk"], found["homes, disk, written through"]["hits"]
+        rows["writes with host memory"] = {
+            "value": written["written"],
+            "goal": WRITES_GOAL,
+            "met": written["written"] <= WRITES_GOAL,
+        }
+        rows["hits with host memory"] = {"value": written["hits"], "goal": same, "met": written["hits"] >= same - 0.005}
     if goal is not None:
         rows["hits"] = {"value": hits, "goal": goal, "met": hits >= goal}
     return rows

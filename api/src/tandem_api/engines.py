@@ -149,6 +149,7 @@ _LIMITS = (
         + " && (!has(self.engine.speculative) || !has(self.engine.speculative.draft))",
     ),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
+    _Limit(".kv.hostMemory", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.hostMemory)"),
     _Limit(".kv.disk", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.disk)"),
     _Limit(".kv.store", "is of Tandem's own engine: remove it", "!has(self.kv) || !has(self.kv.store)"),
     _Limit(

@@ -99,7 +99,7 @@ class KVConfig(Wire):
     memory_bytes: int | None = None
     """Size of the block space; None lets the worker derive it from what is free after loading."""
     host_memory_bytes: int = 0
-    """Host memory to which the blocks of preempted requests may be moved instead of being computed again; 0: none."""
+    """Pinned host memory of each rank for blocks that its GPU's memory gives up; 0: none."""
     block_size: int = 16
     """Tokens per block."""
     transport: Literal["TCP", "Mooncake"] = "TCP"

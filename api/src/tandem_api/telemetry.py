@@ -42,8 +42,8 @@ class TierTelemetry(Wire):
     """A tier in which a worker keeps key-value blocks that its memory gives up."""
 
     tier: Annotated[str, Field(max_length=64)]
-    """`disk`; `peer`: other workers, which it asks for blocks that they have computed; or `store`, which it shares with
-    them."""
+    """`host`: memory of the host below a GPU's; `disk`; `peer`: other workers, which it asks for blocks that they have
+    computed; or `store`, which it shares with them."""
     reason: Annotated[str, Field(max_length=64)] | None = None
     """Why it is not in use, in a word; absent while it is."""
     message: Annotated[str, Field(max_length=1000)] = ""
@@ -205,7 +205,7 @@ class Metric:
     WORKER_KV_INTEGRITY_FAILURES_TOTAL = "tandem_worker_kv_integrity_failures_total"
     """Label `kind`: `header`, `body`, `block`, `logits`, `prompt`, `cached`, `tier`."""
     WORKER_KV_TIER_TOKENS_TOTAL = "tandem_worker_kv_tier_tokens_total"
-    """Labels, here and of the next two: `tier` (`disk`, `peer`, `store`), `direction` (`read`, `written`)."""
+    """Labels, here and of the next two: `tier` (`host`, `disk`, `peer`, `store`), `direction` (`read`, `written`)."""
     WORKER_KV_TIER_BYTES_TOTAL = "tandem_worker_kv_tier_bytes_total"
     WORKER_KV_TIER_SECONDS_TOTAL = "tandem_worker_kv_tier_seconds_total"
     WORKER_KV_TIER_EVICTIONS_TOTAL = "tandem_worker_kv_tier_evictions_total"

@@ -57,6 +57,8 @@ class HistoryModel:
             raise error
         values = (batch.token_ids, mix_tensor(batch.token_ids * _C + batch.positions))
         for index, (layer, value) in enumerate(zip(kv_cache.layers, values, strict=True)):
+            if batch.before_layer is not None:
+                batch.before_layer(index)
             layer.view(-1)[batch.slot_mapping] = value
             if batch.on_layer is not None:
                 batch.on_layer(index)

@@ -30,7 +30,7 @@ def build_config(
     speculative: SpeculativeConfig | None = None,
     **scheduler: int,
 ) -> WorkerConfig:
-    """`num_blocks` can be given out, block 0 not counted."""
+    """`num_blocks` and `host_blocks` can be given out, block 0 not counted."""
     return WorkerConfig(
         model_name="m",
         served_name="m",
@@ -39,7 +39,7 @@ def build_config(
         model=ModelSource(uri="file:///m"),
         kv=KVConfig(
             memory_bytes=(num_blocks + 1) * bytes_per_block,
-            host_memory_bytes=host_blocks * bytes_per_block,
+            host_memory_bytes=(host_blocks + 1) * bytes_per_block if host_blocks else 0,
             block_size=BLOCK_SIZE,
         ),
         scheduler=SchedulerConfig(**scheduler),

@@ -88,7 +88,9 @@ class EngineRig:
         return [self.out.tokens(f"{first}-{index}") for index in range(len(prompts))]
 
 
-def build_config(path: Path, speculative: SpeculativeConfig | None = None, **parallelism: int) -> WorkerConfig:
+def build_config(
+    path: Path, kv: dict[str, int], parallelism: dict[str, int], speculative: SpeculativeConfig | None = None
+) -> WorkerConfig:
     return WorkerConfig(
         model_name="m",
         served_name="m",
@@ -97,7 +99,7 @@ def build_config(path: Path, speculative: SpeculativeConfig | None = None, **par
         model=ModelSource(uri=f"file://{path}"),
         device="CPU",
         dtype="Float32",
-        kv=KVConfig(memory_bytes=1 << 20, block_size=4),
+        kv=KVConfig(**{"memory_bytes": 1 << 20, "block_size": 4} | kv),
         scheduler=SchedulerConfig(max_batch_tokens=320, max_running_requests=16),
         group=GroupConfig(parallelism=Parallelism(**parallelism)),
         speculative=speculative or SpeculativeConfig(),
@@ -105,9 +107,15 @@ def build_config(path: Path, speculative: SpeculativeConfig | None = None, **par
 
 
 @contextlib.contextmanager
-def run_group(path: Path, speculative: SpeculativeConfig | None = None, **parallelism: int) -> Iterator[EngineRig]:
+def run_group(
+    path: Path,
+    speculative: SpeculativeConfig | None = None,
+    *,
+    kv: dict[str, int] | None = None,
+    **parallelism: int,
+) -> Iterator[EngineRig]:
     torch.set_num_threads(1)
-    config = build_config(path, speculative, **parallelism)
+    config = build_config(path, kv or {}, parallelism, speculative)
     draft = resolve_draft(config)
 
     def load(context: ParallelContext = SINGLE) -> CausalLM:

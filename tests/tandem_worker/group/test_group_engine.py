@@ -17,9 +17,9 @@ pytestmark = pytest.mark.timeout(180)
 StartGroup = Callable[..., AbstractContextManager[Any]]
 
 
-def draw_prompts() -> list[list[int]]:
+def draw_prompts(seed: int = 5) -> list[list[int]]:
     """Long ones that are cut into chunks and micro-batches, short ones beside them, and a prefix that is shared."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     shared = [rng.randrange(97) for _ in range(40)]
     lengths = [1, 5, 250, 17, 64, 120, 3, 33]
     return [shared[: length // 3] + [rng.randrange(97) for _ in range(length - length // 3)] for length in lengths]
@@ -49,6 +49,32 @@ def test_answers_equal_those_of_one_process(
         assert group.answer(prompts) == expected
         assert group.answer(prompts) == expected  # from the prefix cache
         assert group.engine.stats().cached_tokens_total > 0
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        pytest.param({"tensor": 2}, id="TP2"),
+        pytest.param({"pipeline": 2}, id="PP2", marks=pytest.mark.full),
+        pytest.param({"data": 2}, id="DP2", marks=pytest.mark.full),
+    ],
+)
+def test_every_rank_keeps_its_share_of_what_memory_gives_up(
+    checkpoints: dict[str, Path], start_group: StartGroup, parallelism: dict[str, int]
+) -> None:
+    """Memory for little more than the longest prompt: most of what is found again comes from the host."""
+    prompts = [*draw_prompts(), *draw_prompts(6)]
+    ranks = 1 if "data" in parallelism else 2  # of a lane
+    block = 4 * 2 * 2 * 4 * 12 * 4 // ranks  # bytes: layers, keys and values, heads, tokens, dimensions, float32
+    with start_group(checkpoints["llama"]) as single:
+        expected = single.answer(prompts)
+    small = {"memory_bytes": 75 * block, "host_memory_bytes": 400 * block}
+    with start_group(checkpoints["llama"], kv=small, **parallelism) as group:
+        for _ in range(3):
+            assert group.answer(prompts) == expected
+        host = group.engine.stats().host
+        assert host.blocks_total == 399 * len(group.engine._runner.lanes)
+        assert host.blocks_in_total > 100
 
 
 def test_a_killed_rank_ends_what_runs_within_seconds(checkpoints: dict[str, Path], start_group: StartGroup) -> None:

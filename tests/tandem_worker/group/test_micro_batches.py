@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
-from tandem_worker.group.control.wire import decode_step, encode_step
+from tandem_worker.engine.schedule.host_cache import Moves
+from tandem_worker.group.control.wire import decode_moves, decode_step, encode_moves, encode_step
 from tandem_worker.group.micro_batches import count_micro_batches, split_step
 
 BLOCK = 4
@@ -71,6 +72,23 @@ def test_a_step_survives_the_wire(step: StepInput) -> None:
 def test_a_step_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="does not have the announced"):
         decode_step(np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], dtype=np.int32).tobytes())
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), max_size=5)
+
+
+@given(out=PAIRS, into=PAIRS, settle=st.booleans())
+def test_copies_to_host_memory_survive_the_wire(
+    out: list[tuple[int, int]], into: list[tuple[int, int]], settle: bool
+) -> None:
+    moves = Moves(out=tuple(out), into=tuple(into))
+    assert decode_moves(encode_moves(moves, settle=settle)) == (moves, settle)
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [0, 1], [0, 2, 1, 1], [0, -1, 1, 1], [1, 0, 5]])
+def test_what_are_no_copies_is_refused(numbers: list[int]) -> None:
+    with pytest.raises(ValueError, match="are no copies"):
+        decode_moves(np.array(numbers, dtype=np.int32).tobytes())
 
 
 @pytest.mark.parametrize(("tokens", "stages", "count"), [(2048, 1, 1), (16, 4, 1), (200, 2, 3), (2048, 2, 4)])

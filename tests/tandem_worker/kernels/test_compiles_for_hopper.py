@@ -98,6 +98,14 @@ SIMPLE: dict[str, Callable[[], object]] = {
     "latent_gather": lambda: kernels.latent_gather(zeros(4, 64, 576), TABLE, STARTS, 512),
     "moe_route": lambda: kernels.moe_route(zeros(4, 256), 8, scoring="sigmoid", num_groups=8, top_groups=4),
     "moe_route with padding": lambda: kernels.moe_route(zeros(4, 256), 8, live=torch.zeros(4, dtype=torch.bool)),
+    "copy_rows": lambda: kernels.copy_rows(
+        zeros(4, 2, dtype=torch.int64),
+        zeros(4, 8192, dtype=torch.int64),
+        0,
+        zeros(4, 1 << 18, dtype=torch.int64),
+        8192,
+        8192,
+    ),
     "latent_write": lambda: kernels.latent_write(zeros(4, 576), zeros(4, 64, 576), POSITIONS),
 }
 MATRIX: dict[str, tuple[Callable[[], object], str]] = {
@@ -191,7 +199,7 @@ def check_resources(compiled) -> None:
 def test_memory_bound_kernels(compiled_launches, name):
     compiled = compiled_launches(SIMPLE[name])
     check_resources(compiled)
-    assert ".v4.b32" in compiled[0].ptx, "loads are not 16 bytes wide"
+    assert any(wide in compiled[0].ptx for wide in (".v4.b32", ".v2.b64")), "loads are not 16 bytes wide"
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -98,7 +98,6 @@ def test_a_killed_leader_leaves_nobody_behind(workers: SimpleNamespace, tiny_mod
         ("unified", {"group": {"parallelism": {"tensor": 3}}}, "ParallelismInvalid", "4 attention heads"),
         ("unified", {"group": {"parallelism": {"tensor": 2}, "numNodes": 3}}, "GroupInvalid", "over 3 pods"),
         ("decode", {"group": {"parallelism": {"data": 2}}}, "GroupUnsupported", "leave out spec.prefill"),
-        ("unified", TENSOR2 | {"kv": {"hostMemoryBytes": 1 << 20}}, "GroupUnsupported", "leave out kv.host_memory"),
         ("unified", TENSOR2 | {"kv": {"disk": {"sizeBytes": 1 << 30}}}, "GroupUnsupported", "leave out kv.disk"),
         ("unified", TENSOR2 | {"kv": {"store": {}}}, "GroupUnsupported", "leave out kv.store"),
         ("unified", TENSOR2 | {"kv": {"memoryBytes": 10}}, "KVCacheTooSmall", "10 bytes"),

@@ -31,7 +31,7 @@ ENGINE = EngineStats(
     prefill_tokens_per_second=36.5,
     decode_step_seconds=0.01, mixed_step_seconds=0.02, prompt_tokens_total=10, cached_tokens_total=11,
     generated_tokens_total=12,
-    preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
+    preemptions_total=13, steps_total=14, prefills_local_total=15,
     prefills_remote_total=16, prefills_fallback_total=17, busy_seconds_total=37.5, prefill_seconds_total=38.5,
     computed_prompt_tokens_total=39, decode_tokens_per_step=1.5, guess_seconds_total=46.5,
     guess_bytes=51, decode_token_seconds=0.004, plain_step_seconds=0.008, mixed_token_seconds=0.016,

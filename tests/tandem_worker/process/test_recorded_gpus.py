@@ -33,7 +33,7 @@ IDLE = EngineStats(
     running_requests=0, queued_requests=0, running_tokens=0, queued_prefill_tokens=0, kv_blocks_used=0,
     kv_blocks_cached=0, kv_blocks_total=20_000, kv_blocks_touched=0, kv_block_size=16, kv_eviction_horizon=0.0,
     prefill_tokens_per_second=1e4, decode_step_seconds=0.008, mixed_step_seconds=None, prompt_tokens_total=0,
-    cached_tokens_total=0, generated_tokens_total=0, preemptions_recompute_total=0, preemptions_move_total=0,
+    cached_tokens_total=0, generated_tokens_total=0, preemptions_total=0,
     steps_total=0, prefills_local_total=0, prefills_remote_total=0, prefills_fallback_total=0, busy_seconds_total=0.0,
     prefill_seconds_total=0.0, computed_prompt_tokens_total=0,
 )  # fmt: skip

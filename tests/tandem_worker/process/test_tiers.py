@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 from tandem_api.keys import open_ring
-from tandem_api.launch import KVConfig, KVDiskConfig, KVStoreConfig, WorkerConfig
+from tandem_api.launch import GroupConfig, KVConfig, KVDiskConfig, KVStoreConfig, Parallelism, WorkerConfig
 from tandem_worker.engine.schedule.idle import WatchedCache
+from tandem_worker.host.devices import check_host_memory
 from tandem_worker.host.environment import observe_pod
+from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
+from tandem_worker.process.build import list_start_steps
+from tandem_worker.process.graph import run_steps
+from tandem_worker.process.progress import StartProgress
 from tandem_worker.process.tiers import Tiers, open_tiers
 from tandem_worker.tiers.disk import DiskTier
 
@@ -74,6 +79,64 @@ def test_without_a_disk_there_is_no_tier() -> None:
     assert open_tiers(rig.engine, build_config(64, 64), observe_pod({"POD_NAME": "w-0"}), "d", runtime) is None
     assert rig.engine._scheduler.hooks.loads is None
     rig.close()
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_the_disk_is_fed_from_host_memory_unless_it_is_written_through(tmp_path: Path, write_through: bool) -> None:
+    rig = Rig(HistoryModel(), 30, host_blocks=100, model_digest="d")  # type: ignore[arg-type]
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
+    config = configure(tmp_path)
+    assert config.kv.disk is not None
+    disk = config.kv.disk.model_copy(update={"write_through": write_through})
+    config = config.model_copy(update={"kv": config.kv.model_copy(update={"disk": disk})})
+    runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
+    tiers = open_tiers(rig.engine, config, observe_pod({"POD_NAME": "w-0"}), "d", runtime)
+    assert tiers is not None
+    wait_until(lambda: all(tier.health.on for tier in tiers.sinks))
+    scheduler = rig.engine._scheduler
+    assert scheduler.host is not None
+    assert isinstance(scheduler.blocks.cache, WatchedCache) is write_through
+    assert isinstance(scheduler.host.blocks.cache, WatchedCache) is not write_through
+    ask(rig, "a")
+    assert [tier.tier for tier in tiers.stats()] == ["host", "disk"]
+    if write_through:
+        wait_until(lambda: tiers.stats()[1].tokens_written == 48)
+    tiers.flush(5.0)
+    assert tiers.stats()[1].tokens_written == 48
+    tiers.close()
+    rig.close()
+    again, tier = open_worker(tmp_path)
+    assert ask(again, "b") == 40
+    tier.close()
+    again.close()
+
+
+def test_ranks_have_host_memory_and_nothing_below() -> None:
+    rig = Rig(HistoryModel(), 30, host_blocks=100)  # type: ignore[arg-type]
+    runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
+    config = build_config(30, 64, 100)
+    group = GroupConfig(parallelism=Parallelism(tensor=2))
+    config = config.model_copy(update={"group": group, "kv": config.kv.model_copy(update={"peers": True})})
+    tiers = open_tiers(rig.engine, config, observe_pod({"POD_NAME": "w-0"}), "d", runtime)
+    assert tiers is not None
+    assert [tier.tier for tier in tiers.stats()] == ["host"]
+    assert rig.engine._scheduler.hooks.loads is None
+    tiers.flush(1.0)
+    tiers.close()
+    rig.close()
+
+
+def test_a_cpu_has_no_host_memory_below_its_own() -> None:
+    check_host_memory(0, "cpu")
+    check_host_memory(1 << 30, "cuda")
+    with pytest.raises(StartupError, match="computes on a CPU, whose blocks are in host memory already") as told:
+        check_host_memory(1 << 30, "cpu")
+    assert told.value.reason == "HostMemoryOnCPU"
+    config = build_config(30, 64, 100).model_copy(update={"device": "CPU"})
+    runtime, progress = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals()), StartProgress()
+    steps = list_start_steps(config, observe_pod({"POD_NAME": "w-0"}), runtime, progress)
+    with pytest.raises(StartupError, match=r"leave it out, and give spec\.kv\.memory"):
+        run_steps([step for step in steps if step.name in {"libraries", "device"}], progress)
 
 
 @pytest.mark.usefixtures("loopback_alone")

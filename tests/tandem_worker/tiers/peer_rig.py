@@ -14,7 +14,7 @@ from tandem_api.keys import KeyRing, open_ring
 from tandem_worker.host.peers.handshake import ACCEPTANCE_BYTES, CHALLENGE_BYTES
 from tandem_worker.tiers.combined import CombinedTier
 from tandem_worker.tiers.format import TierKey, plan_geometry
-from tandem_worker.tiers.memory import open_memory
+from tandem_worker.tiers.memory import PooledMemory, open_memory
 from tandem_worker.tiers.peer_link import PullTerms
 from tandem_worker.tiers.peers import PeerSource
 from tandem_worker.tiers.shelf import BlockReader, Shelf
@@ -67,7 +67,9 @@ class PeerRig(Rig):
         self.source = PeerSource(self.terms, BLOCK_SIZE, counters=counters, clock=clock)
         self.source.bind(self.engine.open_desk(CombinedTier([self.source]), cold_blocks=0, fence=memory.fence))
         self.source.start()
-        self.shelf = Shelf(key, geometry, memory, self.engine.open_lending(memory.fence), counters, below)
+        pool = self.engine.host_pool
+        host = None if pool is None else PooledMemory(pool, memory)
+        self.shelf = Shelf(key, geometry, memory, self.engine.open_lending(memory.fence), counters, below, host)
         self.server = TcpPrefillServer(
             engine=None,
             space=space,

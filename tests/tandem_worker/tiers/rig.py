@@ -11,7 +11,7 @@ from tandem_worker.engine.schedule.idle import WatchedCache
 from tandem_worker.tiers.disk import DiskLimits, DiskTier
 from tandem_worker.tiers.files import Volume
 from tandem_worker.tiers.format import TierKey
-from tandem_worker.tiers.memory import open_memory
+from tandem_worker.tiers.memory import BlockMemory, PooledMemory, open_memory
 
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
@@ -56,10 +56,13 @@ class DiskRig(Rig):
             max_daily_writes=max_daily_writes,
             cold_share=0.5,
         )
-        memory = open_memory(self.engine.kv_cache)
+        memory: BlockMemory = open_memory(self.engine.kv_cache)
+        pool, self.below = self.engine.host_pool, False
+        if pool is not None and not write_through:
+            memory, num_blocks, self.below = PooledMemory(pool, memory), pool.num_blocks, True
         self.tier = DiskTier(folder, key, memory, BLOCK_SIZE, limits, volume=volume)
         cold = self.tier.plan_cold_blocks(num_blocks)
-        self.tier.bind(self.engine.open_desk(self.tier, cold_blocks=cold, fence=memory.fence))
+        self.tier.bind(self.engine.open_desk(self.tier, cold_blocks=cold, fence=memory.fence, below=self.below))
         self.tier.start()
         if usable:
             wait_until(lambda: self.tier.health.on)
@@ -72,7 +75,8 @@ class DiskRig(Rig):
     @property
     def is_due(self) -> bool:
         """Whether memory has blocks that should be on the disk."""
-        cache = self.engine._scheduler.blocks.cache
+        scheduler = self.engine._scheduler
+        cache = scheduler.host.blocks.cache if self.below and scheduler.host is not None else scheduler.blocks.cache
         assert isinstance(cache, WatchedCache)
         return cache.is_due
 

@@ -93,7 +93,7 @@ def test_answers_are_those_without_both(tmp_path: Path, lies: float, host_blocks
     assert not scheduler.queues.loading
     assert scheduler.queues.queued_prefill_tokens == 0
     assert scheduler.queues.num_queued == 0
-    assert scheduler.queues.host.num_available == host_blocks
+    assert scheduler.host is None or scheduler.host.counts.blocks_in > 0
     rig.close()
 
 

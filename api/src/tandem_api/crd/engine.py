@@ -23,6 +23,7 @@ EngineArgument = Annotated[
 
 _NO_FALLBACK = "is for kv.transport Mooncake, which TCP may stand in for: remove it, or ask for Mooncake"
 _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
+_SMALLER_THAN_HOST = "must be larger than kv.hostMemory, whose blocks it takes: raise it, or leave disk out"
 
 
 _NO_HEAD = "says where the head is that guesses under method Draft: write draft.uri, or choose Auto or Lookup"
@@ -203,6 +204,13 @@ class KV(Authored):
                     path=".disk.size",
                 ),
                 rule(
+                    "!has(self.disk) || !has(self.hostMemory) || !isQuantity(string(self.disk.size))"
+                    " || !isQuantity(string(self.hostMemory))"
+                    " || quantity(string(self.disk.size)).compareTo(quantity(string(self.hostMemory))) > 0",
+                    _SMALLER_THAN_HOST,
+                    path=".disk.size",
+                ),
+                rule(
                     "!has(self.allowFallback) || !self.allowFallback"
                     " || has(self.transport) && self.transport == 'Mooncake'",
                     _NO_FALLBACK,
@@ -231,6 +239,19 @@ class KV(Authored):
     ) = None
     """Size of each worker's block space, for example `2Gi`; of each rank's, where a replica has several. Defaults to a
     share of what is free after loading."""
+    host_memory: (
+        Annotated[
+            Quantity,
+            Satisfies(
+                "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('64Mi')) >= 0",
+                "must be at least 64Mi",
+            ),
+        ]
+        | None
+    ) = None
+    """Pinned memory of the host for blocks that a GPU's memory gives up, for example `64Gi`; of each rank, where a
+    replica has several. Requests find them there, those that had to make room for others too. Pods ask for at least as
+    much memory. It is for workers on GPUs: a CPU's blocks are in the host's memory already."""
     verify: bool = True
     """Checksum every received block; a bad one is sent again, then recomputed."""
     disk: KVDisk | None = None

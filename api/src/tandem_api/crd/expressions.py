@@ -43,6 +43,19 @@ def rests_less(role: str) -> str:
     return f"(!{has_mode(role, 'SLO')} || self{STANDBY_PATH}.replicas <= self.{role}.scaling.min)"
 
 
+def holds_host_memory(role: str) -> str:
+    """Whether the memory limit of a role's pods, where there is one, is above the host memory of their ranks."""
+    limits, memory = f"self.{role}.resources.limits", f"self.{role}.resources.limits['memory']"
+    ranks = " * ".join(f"self.{role}.parallelism.{axis}" for axis in AXES)
+    there = f"!has(self.{role}) || " if role == "prefill" else ""
+    return (
+        f"({there}!has(self.{role}.resources) || !has({limits}) || !('memory' in {limits})"
+        f" || !isQuantity(string({memory})) || !isQuantity(string(self.kv.hostMemory))"
+        f" || quantity(string({memory})).asApproximateFloat()"
+        f" > quantity(string(self.kv.hostMemory)).asApproximateFloat() * double({ranks} / self.{role}.nodesPerReplica))"
+    )
+
+
 def is_lone(role: str) -> str:
     lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in AXES)
     return f"(!has(self.prefill) || {lone})" if role == "prefill" else lone

@@ -20,6 +20,7 @@ from tandem_api.crd.expressions import (
     fewest,
     fewest_gpus,
     has_mode,
+    holds_host_memory,
     is_lone,
     rests_less,
 )
@@ -61,6 +62,13 @@ _LONE_STANDBY = (
 _LONE_DISK = (
     "needs workers of one rank, because the ranks of a group keep no blocks on disks yet: leave disk out, or leave"
     " parallelism at 1"
+)
+_HOST_ON_CPU = (
+    "is for workers on GPUs, because a CPU's blocks are in the host's memory already: remove it, and raise kv.memory"
+)
+_HOST_BEYOND_LIMIT = (
+    "must be less than the memory limit of each worker role, for every rank of a pod: lower it, or raise"
+    " resources.limits.memory"
 )
 _LONE_HEAD = (
     "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
@@ -147,6 +155,18 @@ class InferenceModelSpec(Authored):
                     f"!has(self.kv) || !has(self.kv.disk) || {is_lone('decode')} && {is_lone('prefill')}",
                     _LONE_DISK,
                     path=".kv.disk",
+                ),
+                rule(
+                    "!has(self.kv) || !has(self.kv.hostMemory) || !has(self.engine) || !has(self.engine.device)"
+                    " || self.engine.device != 'CPU'",
+                    _HOST_ON_CPU,
+                    path=".kv.hostMemory",
+                ),
+                rule(
+                    "!has(self.kv) || !has(self.kv.hostMemory)"
+                    f" || {holds_host_memory('decode')} && {holds_host_memory('prefill')}",
+                    _HOST_BEYOND_LIMIT,
+                    path=".kv.hostMemory",
                 ),
                 rule(
                     "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"

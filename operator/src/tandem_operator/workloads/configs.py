@@ -74,6 +74,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(
             memory_bytes=memory,
+            host_memory_bytes=0 if spec.kv.host_memory is None else int(parse_quantity(spec.kv.host_memory)),
             verify=spec.kv.verify,
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),

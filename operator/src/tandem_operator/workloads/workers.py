@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from tandem_api import names
 from tandem_api.crd.roles import WorkerRole
 from tandem_api.names import Role
+from tandem_api.quantities import parse_quantity
 
 from tandem_operator.objects.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
-from tandem_operator.workloads.pods import http_probe, pod_template, size_limit, thread_env
+from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, size_limit, thread_env
 from tandem_operator.workloads.store import build_holder
 
 _LOADING_SECONDS = 6 * 3600
@@ -119,12 +122,27 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         "startupProbe": http_probe(_started_path(blueprint), "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
+        "resources": _resources(blueprint, workload),
         "volumeMounts": mounts,
     }
     if is_foreign(blueprint):
         env = [*container["env"], *foreign_env(blueprint, role)]
         container |= {"env": env, **foreign_container(blueprint, role)}
     return container
+
+
+def _resources(blueprint: Blueprint, workload: WorkerRole) -> Manifest:
+    """What the role asks for, and memory for the pinned blocks of its ranks: without it a pod that says nothing would
+    be put where they do not fit, and be ended for it."""
+    resources, host_memory = resources_of(workload.resources), blueprint.model.spec.kv.host_memory
+    if host_memory is None:
+        return resources
+    requests, limits = workload.resources.requests, workload.resources.limits
+    asked = requests.get("memory", limits.get("memory"))
+    needed = parse_quantity(host_memory) * workload.ranks_per_pod
+    if asked is not None and parse_quantity(asked) >= needed:
+        return resources
+    return {**resources, "requests": {**requests, "memory": str(math.ceil(needed))}}
 
 
 def _started_path(blueprint: Blueprint) -> str:

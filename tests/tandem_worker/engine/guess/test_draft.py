@@ -126,13 +126,6 @@ def test_blocks_that_are_copied_in_this_step_are_read_where_they_are_copied_from
     assert heads.places[0][0].blocks == [1, 2, 77]
 
 
-def test_blocks_that_are_on_their_way_are_not_read() -> None:
-    heads = Heads()
-    waiting, ready = make_sequence(0), make_sequence(1)
-    found = ask(DraftGuesser(heads.begin, 4), [waiting, ready], moves_in=[(5, 2)])
-    assert set(found) == {ready}
-
-
 def test_each_choice_is_guessed_no_deeper_than_it_has_room() -> None:
     heads = Heads()
     one, other = make_sequence(0), make_sequence(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tandem_api.launch import TTFTDeadline
 from tandem_worker.engine.schedule.block_manager import BlockManager
-from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.params import SamplingParams
 from tandem_worker.engine.schedule.plan import SchedulerLimits, StepPlan
 from tandem_worker.engine.schedule.planner import first_chunk
@@ -48,7 +48,7 @@ class Driver:
         self.limits = SchedulerLimits(**({"max_batch_tokens": MAX_BATCH_TOKENS, "max_running": 8} | limits))
         self.now = 0.0
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
-        self.host = HostBlocks(num_host_blocks)
+        self.host = HostCache(num_host_blocks + 1, BLOCK_SIZE) if num_host_blocks else None
         self.scheduler = Scheduler(
             self.limits, self.blocks, clock=lambda: self.now, host=self.host, wall=lambda: self.now
         )
@@ -159,11 +159,7 @@ class Driver:
 
     def compute(self, plan: StepPlan) -> None:
         """Move, copy and write what the plan says; what a token's computation reads must be what came before it."""
-        assert not (plan.moves_out and plan.moves_in)
-        for block, host_block in plan.moves_out:
-            self.host_contents[host_block] = dict(self.contents.get(block, {}))
-        for host_block, block in plan.moves_in:
-            self.contents[block] = dict(self.host_contents[host_block])
+        self.make_moves()
         sources = [dict(self.contents[source]) for source, _ in plan.copies]
         for (_, target), content in zip(plan.copies, sources, strict=True):
             self.contents[target] = content
@@ -174,6 +170,17 @@ class Driver:
                 block = self.contents[sequence.block_ids[position // BLOCK_SIZE]]
                 assert block[position % BLOCK_SIZE] == digests[position], "another token's KV is read"
             self.write(sequence, start, digests)
+
+    def make_moves(self) -> None:
+        moves = self.scheduler.take_moves()
+        if moves is None:
+            return
+        assert len({host for _, host in moves.out}) == len(moves.out)
+        for block, host_block in moves.out:
+            self.host_contents[host_block] = dict(self.contents[block])
+            assert len(self.host_contents[host_block]) == BLOCK_SIZE
+        for host_block, block in moves.into:
+            self.contents[block] = dict(self.host_contents[host_block])
 
     def write(self, sequence: Sequence, start: int, digests: list[int]) -> None:
         for position in range(start, len(digests)):
@@ -212,7 +219,10 @@ class Driver:
     def check_counts(self) -> None:
         scheduler = self.scheduler
         self.blocks.check()
-        self.host.check([block for request in self.requests for c in request.choices for block in c.host_blocks])
+        if self.host is not None:
+            self.host.blocks.check()
+            assert not self.host.has_moves
+            assert not self.host.blocks.num_held
         choices = [choice for request in self.requests for choice in request.choices]
         holders: dict[int, int] = {}
         for choice in choices:
@@ -227,7 +237,7 @@ class Driver:
         assert scheduler.queues.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
         assert scheduler.queues.running_tokens == sum(c.num_tokens for c in scheduler.queues.running)
         queued = sum(
-            c.num_tokens - c.num_planned - c.num_saved
+            c.num_tokens - c.num_planned
             for c in choices
             if c.state in (SequenceState.WAITING, SequenceState.RUNNING) and not c.decoding
         )
@@ -325,7 +335,7 @@ def test_the_last_in_order_is_preempted_and_finds_its_blocks_again() -> None:
     assert plans[-1].num_preempted == 1
     assert first.choices[0].state is SequenceState.RUNNING
     driver.run()
-    assert driver.scheduler.planner.num_recomputed >= 1
+    assert driver.scheduler.planner.num_preempted >= 1
     assert driver.finished == ["0", "1"]
     assert second.num_cached_tokens == 0, "what a preempted request finds again is its own work"
 
@@ -333,23 +343,23 @@ def test_the_last_in_order_is_preempted_and_finds_its_blocks_again() -> None:
 @pytest.mark.parametrize("num_host_blocks", [0, 8])
 def test_a_preempted_sequence_goes_on_where_it_was_when_the_host_has_room(num_host_blocks: int) -> None:
     driver = Driver(num_blocks=6, num_host_blocks=num_host_blocks)
-    driver.add(list(range(8)), max_tokens=9)
+    driver.add(list(range(8)), max_tokens=17)
     driver.step()
     second = driver.add(list(range(50, 58)), max_tokens=9).choices[0]
     while not second.output or second.state is not SequenceState.WAITING:
-        plan = driver.step()
-    assert len(plan.moves_out) == len(second.host_blocks) == (num_host_blocks and 3)
+        driver.step()
     num_tokens, chunks = second.num_tokens, []
     while second.state is SequenceState.WAITING:
         plan = driver.step()
         chunks += [chunk for chunk in plan.chunks if chunk.sequence is second]
-    if num_host_blocks:
-        assert second in plan.decodes, "it decodes at once"
-        assert (driver.scheduler.planner.num_moved, driver.scheduler.planner.num_recomputed) == (1, 0)
+    (chunk,) = chunks
+    full = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert chunk.end == num_tokens
+    if driver.host is None:
+        assert chunk.start < full, "others have taken its blocks"
     else:
-        assert sum(chunk.end for chunk in chunks) == num_tokens
-        assert (driver.scheduler.planner.num_moved, driver.scheduler.planner.num_recomputed) == (0, 1)
-    assert not second.host_blocks
+        assert chunk.start == full, "only the block that was not full is computed again"
+        assert plan.num_fetched == driver.host.counts.blocks_in > 0
     driver.run()
 
 
@@ -400,7 +410,7 @@ def test_a_decode_takes_blocks_that_a_prefill_worker_has_not_begun_with() -> Non
     assert plan.withdrawn == [remote]
     assert (remote.state, remote.block_ids) == (SequenceState.WAITING, [])
     assert local.choices[0].state is SequenceState.RUNNING
-    assert driver.scheduler.planner.num_recomputed == 0, "nothing that was computed is lost"
+    assert driver.scheduler.planner.num_preempted == 0, "nothing that was computed is lost"
     driver.check_counts()
     for _ in range(40):
         if remote in driver.step().orders:
@@ -536,7 +546,7 @@ def test_everything_finishes_and_every_block_comes_back(
             driver.step()
     driver.run()
     driver.check_counts()
-    assert driver.blocks.num_held == driver.host.num_held == 0
+    assert driver.blocks.num_held == 0
     assert driver.scheduler.queues.num_waiting == driver.scheduler.queues.queued_prefill_tokens == 0
 
 
@@ -559,7 +569,6 @@ class Life(RuleBasedStateMachine):
             guesses=random.Random(5) if self.GUESSES else None,
         )
         self.driver.scheduler.hooks.prefill_rate = lambda: 4.0
-        self.driver.scheduler.hooks.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
 
     @rule(
         prompt=PROMPTS,
@@ -634,13 +643,12 @@ class Life(RuleBasedStateMachine):
             driver.step()
         driver.settle()
         driver.check_counts()
-        assert driver.host.num_held == 0
         assert not any(request.num_open for request in driver.requests), "requests starve"
         assert driver.blocks.num_held == 0
 
 
 class LifeWithHost(Life):
-    """Preempted sequences may go to the host."""
+    """Blocks that are given up go to the host."""
 
     HOST_BLOCKS = 14
 
@@ -658,7 +666,7 @@ class LifeWithTarget(LifeAhead):
 
 
 class LifeWithGuesses(LifeWithHost):
-    """Preempted sequences may go to the host, and steps check guesses."""
+    """Blocks that are given up go to the host, and steps check guesses."""
 
     GUESSES = True
 

@@ -80,6 +80,38 @@ def test_latent_write(randn, device, dtype):
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("word", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize(("count", "width"), [(1, 5), (3, 2048), (7, 5000), (40, 300), (0, 8)])
+def test_copied_rows_are_pieces_of_any_width(device, word, count, width):
+    def table(rows, columns):
+        return torch.randint(0, 255, (rows, columns), device=device).to(word)
+
+    source, target = table(50, width + 3), table(45, width + 9)
+    pairs = torch.stack([torch.randint(0, 50, (count,)), torch.randperm(45)[:count]], dim=1).to(device)
+    expected = target.clone()
+    reference.copy_rows_reference(pairs, source, 3, expected, 4, width)
+    assert count == 0 or torch.equal(expected[pairs[0, 1], 4 : width + 4], source[pairs[0, 0], 3:])
+    kernels.copy_rows(pairs, source, 3, target, 4, width)
+    assert torch.equal(target, expected)
+
+
+def test_rows_are_copied_within_their_tables_alone(device):
+    pairs, table = (
+        torch.zeros(1, 2, dtype=torch.int64, device=device),
+        torch.zeros(2, 8, dtype=torch.int32, device=device),
+    )
+    with pytest.raises(ValueError, match="columns 4 to 9 are not in source, which has 8"):
+        kernels.copy_rows(pairs, table, 4, table, 0, 5)
+    with pytest.raises(ValueError, match="columns -1 to 4 are not in target"):
+        kernels.copy_rows(pairs, table, 0, table, -1, 5)
+    with pytest.raises(TypeError, match="target must be int32"):
+        kernels.copy_rows(pairs, table, 0, table.long(), 0, 5)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        kernels.copy_rows(pairs, table.t(), 0, table, 0, 1)
+    with pytest.raises(TypeError, match="pairs must be int64"):
+        kernels.copy_rows(pairs.int(), table, 0, table, 0, 5)
+
+
 def test_launchers_refuse_what_they_would_misread(randn, device):
     x = randn(4, 64)
     with pytest.raises(ValueError, match=r"weight must have shape \[64\]"):

@@ -33,11 +33,14 @@ class PeerPrefill:
         return self.request.choices[0]
 
     def report_start(self, num_layers: int, block_size: int) -> None:
-        """Before its first step; blocks that were found in this worker's prefix cache are complete in every layer."""
+        """Before its first step; blocks that were found in this worker's prefix cache are complete in every layer.
+
+        Those that come from host memory are reported when the step has computed the layer, with its own.
+        """
         if not self.started:
             self.started = True
             self.listener.prefill_started(self.request.id)
-        count = self.sequence.num_computed // block_size
+        count = min(self.sequence.num_computed // block_size, self.sequence.num_named)
         if count <= self.reported:
             return
         block_ids = tuple(self.sequence.block_ids[self.reported : count])

@@ -13,13 +13,12 @@ from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.execute.arena import measure_recordings
 from tandem_worker.engine.execute.executor import ExecutorBuilder, ModelExecutor
 from tandem_worker.engine.execute.memory import (
-    observe_available_memory,
     observe_num_blocks,
+    observe_num_host_blocks,
     plan_max_model_len,
-    plan_num_host_blocks,
 )
 from tandem_worker.engine.schedule.block_manager import BlockManager
-from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.speculation import build_speculator
@@ -66,13 +65,14 @@ def build_engine(
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
     spec = model.kv_cache_spec(block_size)
-    num_host_blocks = plan_num_host_blocks(
-        config.kv.host_memory_bytes, spec.bytes_per_block, observe_available_memory()
-    )
+    num_host_blocks = observe_num_host_blocks(model, config) if ranks is None else ranks.num_host_blocks
     num_lanes = 1 if ranks is None else ranks.num_lanes
     schedulers = [
         Scheduler(
-            _plan_limits(config), BlockManager(num_blocks, block_size), host=HostBlocks(num_host_blocks), **clocks
+            _plan_limits(config),
+            BlockManager(num_blocks, block_size),
+            host=HostCache(num_host_blocks, block_size) if num_host_blocks else None,
+            **clocks,
         )
         for _ in range(num_lanes)
     ]
@@ -81,7 +81,7 @@ def build_engine(
     build = ModelExecutor if ranks is None else ranks.build_executor
     executor = build(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
     if num_host_blocks:
-        executor.add_host_store(num_host_blocks)
+        executor.add_host_pool(num_host_blocks)
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:

@@ -14,6 +14,23 @@ DeliverFunction = Callable[[Sequence[TokenDelta]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostStats:
+    """Blocks in host memory."""
+
+    blocks_total: int
+    blocks_stored: int
+    horizon: float
+    """As `kv_eviction_horizon`: of what host memory gave up."""
+    blocks_out_total: int
+    blocks_in_total: int
+    seconds_out_total: float
+    seconds_in_total: float
+    evictions_total: int
+    bytes_per_block: int
+    """On this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Figures for telemetry; see `tandem_api.telemetry.WorkerTelemetry` for units."""
 
@@ -36,8 +53,7 @@ class EngineStats:
     prompt_tokens_total: int
     cached_tokens_total: int
     generated_tokens_total: int
-    preemptions_recompute_total: int
-    preemptions_move_total: int
+    preemptions_total: int
     steps_total: int
     prefills_local_total: int
     prefills_remote_total: int
@@ -53,11 +69,8 @@ class EngineStats:
     decode_token_seconds: float | None = None
     plain_step_seconds: float | None = None
     mixed_token_seconds: float | None = None
-
-    @property
-    def preemptions_total(self) -> int:
-        """Preemptions of both kinds: by computing again, and by moving to host memory."""
-        return self.preemptions_recompute_total + self.preemptions_move_total
+    host: HostStats | None = None
+    """None: there is no host memory below the device's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

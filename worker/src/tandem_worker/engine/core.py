@@ -38,6 +38,7 @@ from tandem_worker.model.contract import KVCache
 
 if TYPE_CHECKING:
     from tandem_worker.engine.drafting import Drafting
+    from tandem_worker.engine.execute.host_pool import HostPool
     from tandem_worker.engine.lending import LendingDesk
     from tandem_worker.engine.loading import TierDesk
     from tandem_worker.engine.tiers import Tier
@@ -83,8 +84,9 @@ class EngineCore:
                 hand_over=self._hand_over,
                 speculator=speculator,
                 drafting=drafting,
+                lane=lane,
             )
-            for scheduler in schedulers
+            for lane, scheduler in enumerate(schedulers)
         ]
         self._runner = _join_lanes(lanes, executor)
         self._turns = EngineTurns(
@@ -113,6 +115,11 @@ class EngineCore:
         return self._executor.kv_cache
 
     @property
+    def host_pool(self) -> HostPool | None:
+        """The bytes of blocks in host memory, on this rank; None: there is none below the device's."""
+        return self._executor.host_pool
+
+    @property
     def prefill_client(self) -> PrefillClient | None:
         """Orders prompts from prefill workers; None: every prompt is prefilled here."""
         return self._runner.lanes[0].remote.client
@@ -123,20 +130,21 @@ class EngineCore:
         for lane in self._runner.lanes:
             lane.remote.client = client
 
-    def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object]) -> TierDesk:
+    def open_desk(self, tier: Tier, *, cold_blocks: int, fence: Callable[[], object], below: bool = False) -> TierDesk:
         """Join with a tier, before the first request: what it tells the engine goes by way of the desk. A group's lanes
-        have none."""
+        have none. `below`: it is offered what host memory has."""
         from tandem_worker.engine.loading import TierDesk
 
         (lane,) = self._runner.lanes
-        return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send)
+        return TierDesk(lane.scheduler, tier, cold_blocks=cold_blocks, fence=fence, send=self._send, below=below)
 
     def open_lending(self, fence: Callable[[], object]) -> LendingDesk:
         """A desk that lends blocks to who copies them for other workers. A group's lanes have none."""
         from tandem_worker.engine.lending import LendingDesk
 
         (lane,) = self._runner.lanes
-        return LendingDesk(lane.scheduler, fence, self._send)
+        pool = self.host_pool
+        return LendingDesk(lane.scheduler, fence, self._send, None if pool is None else pool.fence)
 
     def deliver_to(self, deliver: DeliverFunction) -> None:
         """From now on tokens go to `deliver`. To be called while no request is open."""

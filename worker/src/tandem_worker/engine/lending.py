@@ -22,10 +22,16 @@ class LendingDesk:
     """`BlockLender` for any thread: what it is told is done on the engine thread, by way of `send`."""
 
     def __init__(
-        self, scheduler: Scheduler, fence: Callable[[], object], send: Callable[[Callable[[], None]], None]
+        self,
+        scheduler: Scheduler,
+        fence: Callable[[], object],
+        send: Callable[[Callable[[], None]], None],
+        host_fence: Callable[[], object] | None = None,
     ) -> None:
-        """`fence`: marks the point at which everything that was launched is written."""
-        self._scheduler, self._fence, self._send = scheduler, fence, send
+        """`fence`: marks the point at which everything that was launched is written. `host_fence`: the same of host
+        memory below; None: there is none."""
+        self._scheduler, self._fence, self._send, self._host_fence = scheduler, fence, send, host_fence
+        self._num_host_lent = 0
         self._lent: dict[int, int] = {}
         """Loans of each block that is lent."""
 
@@ -33,7 +39,7 @@ class LendingDesk:
         self._send(partial(self._lend, tuple(names), answer))
 
     def give_back(self, loan: Loan) -> None:
-        if loan.block_ids:
+        if loan.num_blocks:
             self._send(partial(self._take_back, loan))
 
     def _lend(self, names: tuple[bytes, ...], answer: Callable[[Loan], None]) -> None:
@@ -50,7 +56,27 @@ class LendingDesk:
         blocks.hold(taken)
         for block in taken:
             self._lent[block] = self._lent.get(block, 0) + 1
-        answer(Loan(block_ids=tuple(taken), fence=self._fence() if taken else None))
+        below = self._lend_below(names[len(taken) :]) if len(taken) == len(matched) else []
+        answer(
+            Loan(
+                block_ids=tuple(taken),
+                fence=self._fence() if taken else None,
+                host_block_ids=tuple(below),
+                host_fence=self._host_fence() if below and self._host_fence is not None else None,
+            )
+        )
+
+    def _lend_below(self, names: tuple[bytes, ...]) -> list[int]:
+        """Blocks of host memory with the leading ones of these names, held for the loan."""
+        host = self._scheduler.host if self._host_fence is not None else None
+        if host is None:
+            return []
+        self._scheduler.hooks.make_moves(False)
+        allowed = min(int(host.blocks.num_blocks * MOST_SHARE) - self._num_host_lent, host.blocks.num_available)
+        taken = host.blocks.match_prefix(names, max(0, allowed))
+        host.blocks.hold(taken)
+        self._num_host_lent += len(taken)
+        return taken
 
     def _take_back(self, loan: Loan) -> None:
         for block in loan.block_ids:
@@ -58,3 +84,6 @@ class LendingDesk:
             if not self._lent[block]:
                 del self._lent[block]
         self._scheduler.give_back(loan.block_ids)
+        if loan.host_block_ids:
+            self._num_host_lent -= len(loan.host_block_ids)
+            self._scheduler.give_back_below(loan.host_block_ids)

@@ -54,47 +54,50 @@ class LoadDesk:
         most = (sequence.num_tokens - 1) // blocks.block_size
         names = sequence.name_blocks(most, blocks.block_size)
         matched = blocks.match_prefix(names, most)
-        if self._follow(sequence, names, matched, most):
+        below = scheduler.queues.find_below(names[len(matched) : most])
+        if self._follow(sequence, names, matched, below, most):
             return True
         rate = scheduler.hooks.prefill_rate()
         seconds_per_block = blocks.block_size / rate if rate else None
-        held = request.kv_source_tokens // blocks.block_size - len(matched) if request.kv_source_tokens else None
-        run = self._source.find(names[len(matched) : most], seconds_per_block, request.kv_source, held)
+        start = len(matched) + len(below)
+        held = request.kv_source_tokens // blocks.block_size - start if request.kv_source_tokens else None
+        run = self._source.find(names[start:most], seconds_per_block, request.kv_source, held)
         if run is not None and not run.count:
             if self._may_ask(sequence, most):
-                return self._ask(sequence, names[len(matched) : most], matched, seconds_per_block)
+                return self._ask(sequence, names[start:most], matched, below, seconds_per_block)
             run = run.otherwise
         if run is None:
             sequence.load_tried = True
             return False
-        total = len(matched) + run.count
+        total = start + run.count
         likely = total * blocks.block_size
         if run.hearsay:
-            likely = min(likely, max(request.kv_source_tokens, len(matched) * blocks.block_size))
+            likely = min(likely, max(request.kv_source_tokens, start * blocks.block_size))
         if scheduler.goes_remote(sequence, sequence.num_tokens - likely):
             sequence.load_tried = True  # who computes the rest needs what comes before it, and has not got it from here
             return False
-        if not scheduler.start_loading(sequence, matched, run.count):
+        if not scheduler.start_loading(sequence, matched, below, run.count):
             return False
         sequence.load_tried = True
-        self._ahead[sequence] = run.count
+        self._ahead[sequence] = run.count + len(below)
         load = next(self._numbers)
         order = LoadOrder(
             load=load,
-            names=tuple(names[len(matched) : total]),
-            block_ids=tuple(sequence.block_ids[len(matched) :]),
+            names=tuple(names[start:total]),
+            block_ids=tuple(sequence.block_ids[start:]),
             seconds_per_block=seconds_per_block,
             holder=request.kv_source,
         )
         self._loading[load], self._load_of[sequence], self._orders[load] = [sequence], load, order
         self._load_from.setdefault(order.names[0], load)
+        scheduler.hooks.make_moves(True)
         self._source.start_load(order)
         return True
 
-    def _follow(self, sequence: Sequence, names: list[bytes], matched: list[int], most: int) -> bool:
+    def _follow(self, sequence: Sequence, names: list[bytes], matched: list[int], below: list[int], most: int) -> bool:
         """Wait for a load under way that brings nothing but what this sequence needs next, instead of loading it again:
         many that have the same prompt, all at once, would fill memory with copies."""
-        start = len(matched)
+        start = len(matched) + len(below)
         load = self._load_from.get(names[start]) if start < most else None
         if load is None:
             return False
@@ -105,8 +108,9 @@ class LoadDesk:
         scheduler = self._scheduler
         if scheduler.goes_remote(sequence, sequence.num_tokens - end * scheduler.blocks.block_size):
             return False
-        if not scheduler.start_loading(sequence, matched, 0):
+        if not scheduler.start_loading(sequence, matched, below, 0):
             return False
+        scheduler.hooks.make_moves(False)
         self._loading[load].append(sequence)
         self._load_of[sequence] = load
         return True
@@ -116,11 +120,19 @@ class LoadDesk:
         left = sequence.num_tokens - total * self._scheduler.blocks.block_size
         return sequence.load_asks < _MOST_ASKS and not self._scheduler.goes_remote(sequence, left)
 
-    def _ask(self, sequence: Sequence, names: list[bytes], matched: list[int], seconds_per_block: float | None) -> bool:
+    def _ask(
+        self,
+        sequence: Sequence,
+        names: list[bytes],
+        matched: list[int],
+        below: list[int],
+        seconds_per_block: float | None,
+    ) -> bool:
         """Have the source find out what it has, beside the queue and without blocks."""
         scheduler = self._scheduler
-        if not scheduler.start_loading(sequence, matched, 0):
+        if not scheduler.start_loading(sequence, matched, below, 0):
             return False
+        scheduler.hooks.make_moves(False)
         sequence.load_asks += 1
         load = next(self._numbers)
         order = LoadOrder(load=load, names=(), block_ids=(), seconds_per_block=seconds_per_block, asks=tuple(names))
@@ -178,27 +190,36 @@ class LoadDesk:
 class OfferDesk:
     """On the engine thread: hands idle blocks to a sink."""
 
-    def __init__(self, scheduler: Scheduler, sink: BlockSink, cold_blocks: int, fence: Callable[[], object]) -> None:
-        """`fence`: marks the point at which everything that was launched is written."""
-        self._scheduler, self._sink, self._fence = scheduler, sink, fence
-        self._cache = scheduler.blocks.watch()
+    def __init__(
+        self, scheduler: Scheduler, sink: BlockSink, cold_blocks: int, fence: Callable[[], object], *, below: bool
+    ) -> None:
+        """`fence`: marks the point at which everything that was launched is written. `below`: blocks of host memory are
+        offered, which those of the device have gone to before."""
+        self._scheduler, self._sink, self._fence, self._below = scheduler, sink, fence, below
+        host = scheduler.host
+        assert host is not None or not below
+        self._blocks = host.blocks if below and host is not None else scheduler.blocks
+        self._cache = self._blocks.watch()
         self._cache.on_due = sink.due
         self._cache.cold_blocks = cold_blocks
 
     def offer(self, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`. Nothing is offered where requests may want the blocks meanwhile."""
-        blocks = self._scheduler.blocks
+        blocks = self._blocks
         count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
         if count <= 0:
             self._cache.ask_again()
             self._sink.offered(None)
             return
+        if self._below and hottest:
+            self._scheduler.blocks.free_newest(count)
         take = self._cache.take_hottest if hottest else self._cache.take_coldest
         taken = take(count, self._sink.passes)
         if not taken:
             self._sink.offered(None)
             return
         ids = tuple(block for block, _ in taken)
+        self._scheduler.hooks.make_moves(False)
         self._sink.offered(Offer(block_ids=ids, names=tuple(name for _, name in taken), fence=self._fence()))
 
     def take_back(self, offer: Offer) -> None:
@@ -217,11 +238,13 @@ class TierDesk:
         cold_blocks: int,
         fence: Callable[[], object],
         send: Callable[[Callable[[], None]], None],
+        below: bool = False,
     ) -> None:
-        """`cold_blocks`: so many blocks that memory gives up next are to be in the tier."""
+        """`cold_blocks`: so many blocks that memory gives up next are to be in the tier. `below`: that memory is the
+        host's, and `fence` its own."""
         self._send = send
         self._loads = LoadDesk(scheduler, tier)
-        self._offers = OfferDesk(scheduler, tier, cold_blocks, fence)
+        self._offers = OfferDesk(scheduler, tier, cold_blocks, fence, below=below)
         scheduler.hooks.loads = self._loads
 
     def load_ended(self, load: int, valid: int) -> None:

@@ -19,11 +19,11 @@ from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.output_processor import OutputProcessor
 from tandem_worker.engine.remote_prefills import RemotePrefills
 from tandem_worker.engine.sample.state import SamplingState
-from tandem_worker.engine.schedule.host_blocks import is_moving_cheaper
+from tandem_worker.engine.schedule.host_cache import is_fetching_sooner
 from tandem_worker.engine.schedule.meter import SpeedMeter, Totals, WorkMeter
 from tandem_worker.engine.schedule.params import FinishReason
 from tandem_worker.engine.schedule.plan import StepPlan
-from tandem_worker.engine.schedule.request import Request, SequenceState
+from tandem_worker.engine.schedule.request import Request, Sequence, SequenceState
 from tandem_worker.engine.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ class StepRunner:
         hand_over: Callable[[], None] = lambda: None,
         speculator: Speculator | None = None,
         drafting: Drafting | None = None,
+        lane: int = 0,
     ) -> None:
         """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
         `speculator` puts guesses into steps; None: every step is one token of each choice.
         `drafting`: where the model has a draft head, whether it guesses here or not; its steps do not run ahead.
+        `lane`: which of several batches that run side by side this one plans.
 
         `hand_over` delivers `outputs.deltas`. Called where they would wait until another step is computed.
         """
@@ -105,17 +107,21 @@ class StepRunner:
         self._is_abandoned = is_abandoned
         self._runs_ahead = runs_ahead
         self._hand_over = hand_over
+        self._lane = lane
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
-        scheduler.hooks.prefers_move = self._prefers_move
+        scheduler.hooks.make_moves = self._make_moves
+        scheduler.hooks.fetch_tokens = self._count_fetch_tokens
+        if scheduler.host is not None:
+            scheduler.host.prefers_fetch = self._prefers_fetch
         scheduler.hooks.has_begun = self.remote.has_begun
         scheduler.hooks.prefill_rate = lambda: self.meter.prefill_tokens_per_second
         scheduler.hooks.tokens_within = self.meter.plan_chunk_tokens
         self.speculator = speculator
         self._drafting = drafting
         if speculator is not None:
-            scheduler.hooks.guess = speculator.plan
+            scheduler.hooks.guess = speculator.plan if drafting is None else self._guess_with_head
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -262,20 +268,43 @@ class StepRunner:
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         for sequence in plan.withdrawn:
             self.remote.withdraw(sequence)
-        if self.outputs.deltas and (plan.moves_out or plan.moves_in):
-            self._hand_over()
-        self.executor.move_blocks(plan)
+        if plan.empty or plan.orders:
+            self._make_moves(bool(plan.orders))
+        else:
+            self._launch_moves(others_write=False)  # its layers wait for them
         for sequence in plan.orders:
             self.remote.start(sequence)
         return plan
 
-    def _prefers_move(self, num_tokens: int, num_blocks: int) -> bool:
-        return is_moving_cheaper(
-            num_tokens,
-            num_blocks,
-            seconds_per_block=self.executor.seconds_per_moved_block,
+    def _make_moves(self, others_write: bool) -> None:
+        """As `Hooks.make_moves`. Whatever is launched next finds what was fetched, in every layer."""
+        if self._launch_moves(others_write=others_write):
+            self.executor.await_fetches()
+
+    def _launch_moves(self, *, others_write: bool) -> bool:
+        moves = self.scheduler.take_moves()
+        if moves is None:
+            return False
+        if others_write and self.outputs.deltas:
+            self._hand_over()  # they would wait for what is waited for
+        self.executor.move_blocks(moves, lane=self._lane, settle=others_write)
+        return True
+
+    def _guess_with_head(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
+        """The head writes to blocks while the step is planned, some of which others have given up for that."""
+        assert self.speculator is not None
+        self._make_moves(False)
+        return self.speculator.plan(plan, budget)
+
+    def _prefers_fetch(self) -> bool:
+        return is_fetching_sooner(
+            self.scheduler.blocks.block_size,
+            seconds_per_block=self.executor.fetch_seconds,
             prefill_tokens_per_second=self.meter.prefill_tokens_per_second,
         )
+
+    def _count_fetch_tokens(self, num_blocks: int) -> int:
+        return int(num_blocks * self.executor.fetch_seconds * (self.meter.prefill_tokens_per_second or 0.0))
 
     def _watch_layers(self, plan: StepPlan, reports: list[LayerReport]) -> Callable[[int], None] | None:
         if not plan.chunks:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from tandem_worker.engine.contract import EngineStats
+from tandem_worker.engine.contract import EngineStats, HostStats
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.meter import SpeedMeter, WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
+_HOST_FIELDS = tuple(field.name for field in fields(HostStats))
 _LARGEST = frozenset(
     {"kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total"}
 )
@@ -60,13 +61,13 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,
         generated_tokens_total=totals.generated_tokens,
-        preemptions_recompute_total=scheduler.planner.num_recomputed,
-        preemptions_move_total=scheduler.planner.num_moved,
+        preemptions_total=scheduler.planner.num_preempted,
         steps_total=totals.steps,
         prefills_local_total=totals.prefills_local,
         prefills_remote_total=totals.prefills_remote,
         prefills_fallback_total=totals.prefills_fallback,
         decode_tokens_per_step=meter.decode_tokens_per_step,
+        host=_describe_host(lane),
         **_describe_guesses(lane.speculator, meter),
     )
 
@@ -85,6 +86,32 @@ def _describe_guesses(speculator: Speculator | None, meter: SpeedMeter) -> dict[
     }
 
 
+def _describe_host(lane: StepRunner) -> HostStats | None:
+    host = lane.scheduler.host
+    if host is None:
+        return None
+    counts, (seconds_out, seconds_in) = host.counts, lane.executor.host_seconds
+    return HostStats(
+        blocks_total=host.blocks.num_blocks,
+        blocks_stored=len(host.blocks.cache),
+        horizon=host.blocks.cache.horizon,
+        blocks_out_total=counts.blocks_out,
+        blocks_in_total=counts.blocks_in,
+        seconds_out_total=seconds_out,
+        seconds_in_total=seconds_in,
+        evictions_total=counts.evictions,
+        bytes_per_block=lane.executor.kv_cache.spec.bytes_per_block,
+    )
+
+
+def _join_hosts(one: HostStats, other: HostStats) -> HostStats:
+    summed = {name: getattr(one, name) + getattr(other, name) for name in _HOST_FIELDS}
+    same = ("bytes_per_block", "seconds_out_total", "seconds_in_total")
+    kept = {name: getattr(one, name) for name in same}
+    joined: dict[str, Any] = {**summed, **kept, "horizon": max(one.horizon, other.horizon)}
+    return HostStats(**joined)
+
+
 def _join(one: EngineStats, other: EngineStats) -> EngineStats:
     return EngineStats(**{name: _join_figure(name, getattr(one, name), getattr(other, name)) for name in _FIELDS})
 
@@ -94,4 +121,6 @@ def _join_figure(name: str, one: Any, other: Any) -> Any:
         return one
     if one is None or other is None:
         return one if other is None else other
+    if isinstance(one, HostStats):
+        return _join_hosts(one, other)
     return max(one, other) if name in _LARGEST else one + other

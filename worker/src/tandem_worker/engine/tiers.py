@@ -106,6 +106,14 @@ class Loan:
     """The leading ones of those that were asked for; some may be held by requests too."""
     fence: object
     """As in `Offer`."""
+    host_block_ids: tuple[int, ...] = ()
+    """Blocks of host memory, which have what comes after those."""
+    host_fence: object = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that were lent."""
+        return len(self.block_ids) + len(self.host_block_ids)
 
 
 class BlockLender(Protocol):

@@ -15,6 +15,8 @@ class RankReport(Wire):
 
     num_blocks: int
     """KV blocks that fit into its memory, block 0 included."""
+    num_host_blocks: int = 0
+    """The same of host memory below that; 0: none is wanted."""
     digest: str
     """Digest of the whole model."""
     dtype: str
@@ -30,6 +32,7 @@ class GroupPlan(Wire):
     """What every rank sets up alike."""
 
     num_blocks: int
+    num_host_blocks: int = 0
     layout: KVLayout
     """Layout of the whole model's blocks."""
     ranks: tuple[RankAddress, ...]

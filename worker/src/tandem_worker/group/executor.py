@@ -12,13 +12,14 @@ from tandem_api.launch import WorkerConfig
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
 from tandem_worker.engine.execute.executor import ModelExecutor
-from tandem_worker.engine.execute.memory import observe_num_blocks
+from tandem_worker.engine.execute.memory import observe_num_blocks, observe_num_host_blocks
 from tandem_worker.engine.execute.step import StepOutput
+from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.group.agreement import GroupPlan, RankReport, check_reports
 from tandem_worker.group.control.leader import GroupLeader
 from tandem_worker.group.control.link import Loss
-from tandem_worker.group.control.wire import encode_step
+from tandem_worker.group.control.wire import encode_moves, encode_step
 from tandem_worker.group.micro_batches import count_micro_batches, split_step
 from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
@@ -51,6 +52,10 @@ class GroupSeat:
     def num_lanes(self) -> int:
         return self.shape.num_lanes
 
+    @property
+    def num_host_blocks(self) -> int:
+        return min(report.num_host_blocks for report in self._reports)
+
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
         """Wait for every rank's report. Raises GroupLostError, and StartupError where they differ."""
         own = describe_rank(model, config, digest, self.context, self.model, self.endpoint)
@@ -64,6 +69,7 @@ class GroupSeat:
         reports = self._reports
         self.plan = GroupPlan(
             num_blocks=kv_cache.num_blocks,
+            num_host_blocks=self.num_host_blocks,
             layout=KVLayout.join(
                 [(report.shard, report.share) for report in reports],
                 self.model.num_kv_heads,
@@ -86,10 +92,11 @@ def _count_head_kv_heads(model: CausalLM) -> int | None:
 def describe_rank(
     model: CausalLM, config: WorkerConfig, digest: str, context: ParallelContext, figures: ModelConfig, endpoint: str
 ) -> RankReport:
-    """What this rank has after loading `model`, its share of the model of these `figures`."""
+    """What this rank has after loading `model`, its share of the model of these `figures`. Raises StartupError."""
     layers, share = stage_layers(figures.num_layers, context), KVLayout.of(model.kv_cache_spec(config.kv.block_size))
     return RankReport(
         num_blocks=observe_num_blocks(model, config),
+        num_host_blocks=observe_num_host_blocks(model, config),
         digest=digest,
         dtype=str(model.dtype).removeprefix("torch."),
         endpoint=endpoint,
@@ -127,7 +134,9 @@ class RankExecutor(ModelExecutor):
         pieces = split_step(step, count, self.kv_cache.spec.block_size)
         last = len(pieces) - 1  # only then a layer is complete
         logits = [
-            self.model.forward(self._builder.assemble(piece, on_layer if index == last else None), self.kv_cache)
+            self._compute(
+                self._builder.assemble(piece, on_layer if index == last else None, before_layer=self._before_layer)
+            )
             for index, piece in enumerate(pieces)
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -151,6 +160,13 @@ class GroupExecutor(RankExecutor):
             BatchBuilder(max_rows=plan.max_rows, max_blocks=self._max_blocks, block_size=block_size, device=host)
             for _ in range(1, seat.shape.num_lanes)
         ]
+
+    def move_blocks(self, moves: Moves, *, lane: int = 0, settle: bool = False) -> None:
+        """Every rank of the lane copies its share of the blocks. Raises GroupLostError."""
+        ranks = [rank for rank in range(self._leader.size) if self._shape.lane(rank) == lane]
+        self._leader.send_moves([rank for rank in ranks if rank], encode_moves(moves, settle=settle))
+        if 0 in ranks:
+            super().move_blocks(moves, settle=settle)
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """Raises GroupLostError, whatever it was that failed."""

@@ -14,7 +14,7 @@ from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.agreement import GroupPlan
 from tandem_worker.group.control.link import MessageKind
 from tandem_worker.group.control.store import GroupStore
-from tandem_worker.group.control.wire import decode_step
+from tandem_worker.group.control.wire import decode_moves, decode_step
 from tandem_worker.group.executor import RankExecutor, describe_rank
 from tandem_worker.group.topology import RankOrder, check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
@@ -121,6 +121,8 @@ class FollowingRank:
             answer=member.answer,
         )
         executor = RankExecutor(model, kv_cache, context, GroupShape.of(config.group.parallelism), plan)
+        if plan.num_host_blocks:
+            executor.add_host_pool(plan.num_host_blocks)
         release_collector()
         enter("warming up")
         with torch.inference_mode():
@@ -159,6 +161,10 @@ def _compute_steps(
         if kind is MessageKind.HEAD:
             assert obey is not None, "only ranks with a draft head are told of it"
             obey(payload)
+            continue
+        if kind is MessageKind.MOVES:
+            moves, settle = decode_moves(payload)
+            executor.move_blocks(moves, settle=settle)
             continue
         executor.compute(decode_step(payload))
         if waiting:

@@ -88,12 +88,6 @@ def _check_shape(group: GroupConfig) -> None:
 def check_support(config: WorkerConfig) -> None:
     """Raises StartupError for groups that are well-formed but that this worker cannot run."""
     parallelism = config.group.parallelism
-    if parallelism.num_ranks > 1 and config.kv.host_memory_bytes:
-        raise StartupError(
-            "GroupUnsupported",
-            f"A worker of {parallelism.num_ranks} ranks cannot move blocks of preempted requests to host memory yet: "
-            "leave out kv.host_memory_bytes.",
-        )
     if parallelism.num_ranks > 1 and config.kv.disk is not None:
         raise StartupError(
             "GroupUnsupported",

@@ -34,6 +34,16 @@ def resolve_device(device: Device, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def check_host_memory(num_bytes: int, device_type: str) -> None:
+    """Raises StartupError where blocks are to be kept in host memory below a device whose memory that is."""
+    if num_bytes and device_type == "cpu":
+        raise StartupError(
+            "HostMemoryOnCPU",
+            f"spec.kv.hostMemory is {num_bytes} bytes, but this worker computes on a CPU, whose blocks are in host "
+            "memory already: leave it out, and give spec.kv.memory as much more.",
+        )
+
+
 def resolve_dtype(dtype: DType) -> torch.dtype | None:
     """None leaves the choice to the loader, which knows the checkpoint."""
     import torch

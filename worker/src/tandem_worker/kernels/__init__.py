@@ -13,6 +13,8 @@ rope(q, k, cos, sin, positions)                            q [T, Hq, D], k [T, H
 silu_mul(gate_up), swiglu_clamped(gate_up)                 [T, 2I], gate first                           [T, I]
 kv_write(k, v, kv_cache, slot_mapping)                     k, v [T, Hk, D], cache [N, 2, Hk, S, D]       in place
 latent_write(latent, latent_cache, slot_mapping)           latent [T, L], cache [N, S, L] (MLA)          in place
+copy_rows(pairs, source, source_column, target,            pairs [K, 2], source [N, P], target [M, Q]    in place
+          target_column, width)
 fused_qkv_norm_rope_kv_write(qkv, cos, sin, positions,     qkv [T, (Hq + 2 Hk) D], q_norm=, k_norm= [D]  q [T, Hq, D]
                              kv_cache, slot_mapping)
 paged_decode_attention(q, kv_cache, block_tables,          q [B, Hq, D], tables [B, M]                   [B, Hq, D]
@@ -58,6 +60,7 @@ from .norm import residual_rms_norm, rms_norm
 from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 from .routing import moe_route
+from .rows import copy_rows
 from .sampling import sample_tokens, token_logprobs
 from .widen import look_up, widen
 
@@ -65,6 +68,7 @@ __all__ = [
     "apply_bitmask",
     "apply_logit_bias",
     "apply_penalties",
+    "copy_rows",
     "fused_moe",
     "fused_qkv_norm_rope_kv_write",
     "gate_up_silu",

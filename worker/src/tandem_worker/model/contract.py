@@ -76,6 +76,9 @@ class ForwardBatch:
     """There may be rows of no sequence: tokens whose slot is in block 0. Their results are not used."""
     num_decodes: int = 0
     """Leading sequences whose tokens are their newest ones and guesses behind it; the tokens of others are known."""
+    before_layer: Callable[[int], None] | None = field(default=None)
+    """Called with the layer's index before that layer's KV is read or written, in the order of the layers: blocks of it
+    may still be on their way."""
     on_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index when that layer's KV of this batch is written (on a GPU: enqueued)."""
     on_compute: Callable[[], None] | None = field(default=None)

@@ -174,9 +174,10 @@ class _Start:
         return [ModelDigest(each) for each in (path, self._draft) if each is not None]
 
     def _open_device(self, _: None) -> torch.device:
-        from tandem_worker.host.devices import resolve_device
+        from tandem_worker.host.devices import check_host_memory, resolve_device
 
         device = resolve_device(self._config.device)
+        check_host_memory(self._config.kv.host_memory_bytes, device.type)
         if device.type == "cuda":
             from tandem_worker.model.prepared.kernels import open_prepared_kernels
 
@@ -355,7 +356,8 @@ class _Start:
 
     def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
         kv = self._config.kv
-        if kv.disk is None and kv.store is None and (not kv.peers or self._group is not None):
+        below = kv.disk is not None or kv.store is not None or bool(kv.host_memory_bytes)
+        if not below and (not kv.peers or self._group is not None):
             return None  # and nothing of it is imported
         from tandem_worker.process.tiers import open_tiers
 

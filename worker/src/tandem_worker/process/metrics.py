@@ -272,13 +272,10 @@ def _add_engine(out: Families, engine: EngineStats) -> None:
             ({"where": "fallback"}, engine.prefills_fallback_total),
         ],
     )
-    out.counters(
+    out.counter(
         Metric.WORKER_PREEMPTIONS_TOTAL,
-        "Requests set back to make room, their KV to be computed again or moved to the host.",
-        [
-            ({"kind": "recompute"}, engine.preemptions_recompute_total),
-            ({"kind": "move"}, engine.preemptions_move_total),
-        ],
+        "Requests set back to make room.",
+        engine.preemptions_total,
     )
     out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
     _add_guesses(out, engine)

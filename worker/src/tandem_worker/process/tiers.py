@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,11 @@ from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.families import Families
 
 if TYPE_CHECKING:
+    from tandem_worker.engine.contract import EngineStats
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.tiers.disk import DiskTier
     from tandem_worker.tiers.format import TierKey
+    from tandem_worker.tiers.memory import BlockMemory
     from tandem_worker.tiers.mooncake.tier import StoreTier
     from tandem_worker.tiers.peers import PeerSource
     from tandem_worker.tiers.shelf import Shelf
@@ -38,6 +40,8 @@ class Tiers:
     """Other workers, asked for what they have computed."""
     shelf: Shelf | None = None
     """What others may ask this one for."""
+    host: Callable[[], EngineStats] | None = None
+    """The engine's figures, where it has blocks in host memory."""
 
     @property
     def sinks(self) -> list[DiskTier | StoreTier]:
@@ -51,7 +55,8 @@ class Tiers:
 
     def stats(self) -> list[TierStats]:
         """What every tier has done, and what is there now. Any thread."""
-        return [tier.stats() for tier in self.sources]
+        below = [] if self.host is None else [describe_host(self.host())]
+        return [*below, *(tier.stats() for tier in self.sources)]
 
     def flush(self, seconds: float) -> None:
         """Blocks that are in memory alone go to the tiers, for so long at most. Blocks the calling thread."""
@@ -68,20 +73,20 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
     """Joined with an engine of one rank that has computed nothing yet. Disk and store are looked at while the worker
     goes on starting; what is wrong with them ends nothing. None: blocks are kept in memory alone.
 
-    Raises ThreadStartError.
+    Of a group there is host memory alone. Raises ThreadStartError.
     """
-    if config.kv.disk is None and config.kv.store is None and not config.kv.peers:
-        return None
+    tiers = Tiers(host=None if engine.host_pool is None else engine.stats)
+    lone = config.group.parallelism.num_ranks == 1
+    if config.kv.disk is None and config.kv.store is None and not (config.kv.peers and lone):
+        return tiers if tiers.host is not None else None
     from tandem_worker.tiers.combined import CombinedTier
     from tandem_worker.tiers.fanout import SinkFanout
     from tandem_worker.tiers.format import TierKey
-    from tandem_worker.tiers.memory import open_memory
+    from tandem_worker.tiers.memory import PooledMemory
     from tandem_worker.transfer.layout import KVLayout
 
     layout = KVLayout.of(engine.kv_cache.spec).fingerprint
     key = TierKey(model_digest=digest, revision=config.revision, layout=layout)
-    memory = open_memory(engine.kv_cache)
-    tiers = Tiers()
     if config.kv.disk is not None:
         tiers.disk = _build_disk(engine, config, key, runtime)
     if config.kv.store is not None:
@@ -89,9 +94,15 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
     if config.kv.peers:
         own = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
         tiers.peers, tiers.shelf = _build_peers(engine, key, pod, runtime, tiers.disk, f"{own}:{config.kv.port}")
-    cold_blocks = max((tier.plan_cold_blocks(engine.kv_cache.num_blocks) for tier in tiers.sinks), default=0)
-    sink = SinkFanout(tiers.sinks, most_kept=engine.kv_cache.num_blocks // _KEPT_SHARE) if tiers.sinks else None
-    desk = engine.open_desk(CombinedTier(tiers.sources, sink), cold_blocks=cold_blocks, fence=memory.fence)
+    memory, num_blocks = _choose_feed(engine, config)
+    cold_blocks = max((tier.plan_cold_blocks(num_blocks) for tier in tiers.sinks), default=0)
+    sink = SinkFanout(tiers.sinks, most_kept=num_blocks // _KEPT_SHARE) if tiers.sinks else None
+    desk = engine.open_desk(
+        CombinedTier(tiers.sources, sink),
+        cold_blocks=cold_blocks,
+        fence=memory.fence,
+        below=isinstance(memory, PooledMemory),
+    )
     if sink is not None:
         sink.bind(desk)
     if tiers.peers is not None:
@@ -101,27 +112,37 @@ def open_tiers(engine: EngineCore, config: WorkerConfig, pod: PodFacts, digest: 
     return tiers
 
 
+def _choose_feed(engine: EngineCore, config: WorkerConfig) -> tuple[BlockMemory, int]:
+    """The memory whose blocks go to disk and store, one for each that asks, and how many blocks it has: the host's,
+    where they are to have what is given up there alone."""
+    from tandem_worker.tiers.memory import PooledMemory, open_memory
+
+    device, pool, disk = open_memory(engine.kv_cache), engine.host_pool, config.kv.disk
+    if pool is None or config.kv.store is not None or (disk is not None and disk.write_through):
+        return device, engine.kv_cache.num_blocks
+    return PooledMemory(pool, device), pool.num_blocks
+
+
 def _build_disk(engine: EngineCore, config: WorkerConfig, key: TierKey, runtime: Runtime) -> DiskTier:
     from tandem_worker.tiers.disk import DiskLimits, DiskTier
-    from tandem_worker.tiers.memory import open_memory
 
     wanted = config.kv.disk
     assert wanted is not None
     limits = DiskLimits(
         size_bytes=wanted.size_bytes, write_through=wanted.write_through, max_daily_writes=wanted.max_daily_writes
     )
-    memory, block_size = open_memory(engine.kv_cache), engine.kv_cache.spec.block_size
+    memory, block_size = _choose_feed(engine, config)[0], engine.kv_cache.spec.block_size
     return DiskTier(Path(wanted.path), key, memory, block_size, limits, runtime.vitals)
 
 
 def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: PodFacts, runtime: Runtime) -> StoreTier:
-    from tandem_worker.tiers.memory import open_memory
     from tandem_worker.tiers.mooncake.tier import StoreTier
 
     wanted = config.kv.store
     assert wanted is not None
     address = f"{pod.pod_ip}:{wanted.port}"
-    return StoreTier(address, key, open_memory(engine.kv_cache), engine.kv_cache.spec.block_size, runtime.vitals)
+    memory = _choose_feed(engine, config)[0]
+    return StoreTier(address, key, memory, engine.kv_cache.spec.block_size, runtime.vitals)
 
 
 def _build_peers(
@@ -130,7 +151,7 @@ def _build_peers(
     import threading
 
     from tandem_worker.tiers.format import plan_geometry
-    from tandem_worker.tiers.memory import open_memory
+    from tandem_worker.tiers.memory import PooledMemory, open_memory
     from tandem_worker.tiers.peer_link import PullTerms
     from tandem_worker.tiers.peers import PeerSource
     from tandem_worker.tiers.shelf import Shelf
@@ -149,7 +170,30 @@ def _build_peers(
         landing=threading.Lock(),
     )
     source = PeerSource(terms, block_size, runtime.vitals, counters, own)
-    return source, Shelf(key, geometry, outgoing, engine.open_lending(outgoing.fence), counters, disk)
+    pool = engine.host_pool
+    host = None if pool is None else PooledMemory(pool, outgoing)
+    return source, Shelf(key, geometry, outgoing, engine.open_lending(outgoing.fence), counters, disk, host)
+
+
+def describe_host(engine: EngineStats) -> TierStats:
+    """Host memory as a tier."""
+    from tandem_worker.tiers.stats import TierStats
+
+    host, size = engine.host, engine.kv_block_size
+    assert host is not None, "the engine has blocks there"
+    return TierStats(
+        tier="host",
+        capacity_tokens=host.blocks_total * size,
+        stored_tokens=host.blocks_stored * size,
+        horizon=host.horizon,
+        tokens_read=host.blocks_in_total * size,
+        tokens_written=host.blocks_out_total * size,
+        bytes_read=host.blocks_in_total * host.bytes_per_block,
+        bytes_written=host.blocks_out_total * host.bytes_per_block,
+        seconds_reading=host.seconds_in_total,
+        seconds_writing=host.seconds_out_total,
+        evictions=host.evictions_total,
+    )
 
 
 def describe_tier(stats: TierStats) -> TierTelemetry:

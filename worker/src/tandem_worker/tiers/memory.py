@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from tandem_worker.engine.execute.host_pool import HostPool
     from tandem_worker.model.contract import KVCache
 
 
@@ -66,6 +67,26 @@ class HostMemory:
             end = first + layer.shape[1]
             layer[ids] = rows[: len(ids), first:end]
             first = end
+
+
+class PooledMemory:
+    """Blocks of host memory below a device's, each in one piece: what a tier is offered. What it brings goes to the
+    device."""
+
+    def __init__(self, pool: HostPool, device: BlockMemory) -> None:
+        self._pool, self._device, self._rows = pool, device, pool.rows.numpy()
+        self.layer_bytes = pool.layer_bytes
+
+    def fence(self) -> object:
+        return self._pool.fence()
+
+    def copy_out(self, block_ids: Sequence[int], rows: np.ndarray, first: int, fence: object) -> None:
+        self._pool.wait(fence)
+        end = first + self._rows.shape[1]
+        np.take(self._rows, np.array(block_ids), axis=0, out=rows[: len(block_ids), first:end], mode="clip")
+
+    def copy_in(self, rows: np.ndarray, first: int, block_ids: Sequence[int]) -> None:
+        self._device.copy_in(rows, first, block_ids)
 
 
 class DeviceMemory:

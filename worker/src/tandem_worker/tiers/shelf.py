@@ -1,4 +1,4 @@
-"""What this worker has computed, for other workers that ask for it by name: out of its memory, then from its disk.
+"""What this worker has computed, for other workers that ask for it by name: out of its memory, the host's, its disk.
 
 Blocks of memory are lent for as long as copying them takes. They travel with sums of their own, so that what comes from
 the disk is verified before it leaves, and everything again where it arrives.
@@ -42,10 +42,11 @@ class Shelf:
         lender: BlockLender,
         counters: Counters,
         below: BlockReader | None = None,
+        host: BlockMemory | None = None,
     ) -> None:
-        """`memory`: for this alone. `below`: asked for what memory lacks."""
+        """`memory`: for this alone. `below`: asked for what memory lacks. `host`: memory of the host's blocks."""
         self._key, self._digest, self.geometry, self._memory = key, key.digest, geometry, memory
-        self._lender, self._counters, self._below = lender, counters, below
+        self._lender, self._counters, self._below, self._host = lender, counters, below, host
         self._copying = threading.Lock()
         self.slot_bytes = geometry.slot_bytes
 
@@ -68,9 +69,15 @@ class Shelf:
 
     def copy(self, loan: Loan, first: int, rows: np.ndarray) -> int:
         """Blocks `first` on of a loan, as many as there are and `rows` take."""
+        start, memory, fence = self.geometry.slot_header_bytes, self._memory, loan.fence
         ids = loan.block_ids[first : first + len(rows)]
+        if not ids:
+            first -= len(loan.block_ids)
+            ids = loan.host_block_ids[first : first + len(rows)]
+            assert self._host is not None, "nothing of it is lent where there is none"
+            memory, fence = self._host, loan.host_fence
         with self._copying:
-            self._memory.copy_out(ids, rows, self.geometry.slot_header_bytes, loan.fence)
+            memory.copy_out(ids, rows, start, fence)
         return len(ids)
 
     def read(self, names: Sequence[bytes], rows: np.ndarray) -> int:
@@ -124,12 +131,12 @@ class ShelfFetch:
         if self._rows is None:
             self._rows = allocate_rows(plan_piece(self._shelf.slot_bytes), self._shelf.slot_bytes)
         rows = self._rows[: len(self._order.names) - first]
-        if first < len(loan.block_ids):
+        if first < loan.num_blocks:
             count = self._shelf.copy(loan, first, rows)
         else:
             count = self._shelf.read(self._order.names[first : first + len(rows)], rows)
         self._given += count
-        if self._given >= len(loan.block_ids):
+        if self._given >= loan.num_blocks:
             self._return()
         if not count:
             self._over = True

@@ -168,6 +168,7 @@ class BatchBuilder:
         on_layer: Callable[[int], None] | None = None,
         chosen: torch.Tensor | None = None,
         *,
+        before_layer: Callable[[int], None] | None = None,
         on_compute: Callable[[], None] | None = None,
     ) -> ForwardBatch:
         """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
@@ -198,6 +199,7 @@ class BatchBuilder:
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
             num_decodes=step.num_decodes,
+            before_layer=before_layer,
             on_layer=on_layer,
             on_compute=on_compute,
         )

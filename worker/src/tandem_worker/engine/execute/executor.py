@@ -16,13 +16,14 @@ from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
-from tandem_worker.engine.execute.host_store import HostStore
+from tandem_worker.engine.execute.host_pool import HostPool
 from tandem_worker.engine.execute.step import StepOutput
 from tandem_worker.engine.sample.contract import Sampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
+from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.uploads import upload, wait_for_launched
-from tandem_worker.model.contract import CausalLM, KVCache
+from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
 
 if TYPE_CHECKING:
     from tandem_worker.engine.drafting import HeadRanks
@@ -56,9 +57,9 @@ class ModelExecutor:
         self._graphs: DecodeGraphs | None = None
         self._recorder: Recorder | None = None
         self._graph_seconds = 0.0
-        self.host_store: HostStore | None = None
-        self.seconds_per_moved_block = 0.0
-        """To the host and back."""
+        self.host_pool: HostPool | None = None
+        self.fetch_seconds = 0.0
+        """In which a block comes from the host."""
         self.graph_bytes = 0
         """What the recordings of decode steps take."""
         self.sampler = build_sampler(model.vocab_size, model.device)
@@ -132,30 +133,52 @@ class ModelExecutor:
             },
         )
 
-    def add_host_store(self, num_blocks: int) -> None:
-        """Allow plans that move blocks to the host."""
-        self.host_store = HostStore(self.kv_cache, num_blocks)
-        self.seconds_per_moved_block = self.host_store.measure_seconds_per_block()
+    def add_host_pool(self, num_blocks: int) -> None:
+        """Have blocks of host memory, block 0 included, for `move_blocks`."""
+        self.host_pool = HostPool(self.kv_cache, num_blocks)
+        self.fetch_seconds = self.host_pool.measure_fetch_seconds()
 
-    def move_blocks(self, plan: StepPlan) -> None:
-        """Move KV to the host and back. What fails here is lost, so an error is not to be survived."""
-        if plan.moves_out:
-            assert self.host_store is not None
-            self.host_store.move_out(plan.moves_out)
-        if plan.moves_in:
-            assert self.host_store is not None
-            self.host_store.move_in(plan.moves_in)
+    def move_blocks(self, moves: Moves, *, lane: int = 0, settle: bool = False) -> None:
+        """Launch copies to the host and back, for the steps of a lane. `settle`: return when they are made. What fails
+        here is lost, so an error is not to be survived."""
+        assert self.host_pool is not None
+        self.host_pool.launch(moves)
+        if settle:
+            self.host_pool.settle()
+
+    @property
+    def host_seconds(self) -> tuple[float, float]:
+        """Seconds that copies to the host took so far, and those from there."""
+        return (0.0, 0.0) if self.host_pool is None else self.host_pool.count_seconds()
+
+    def await_fetches(self) -> None:
+        """Whatever is launched next finds what was fetched from the host, in every layer."""
+        if self.host_pool is not None:
+            self.host_pool.await_all()
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
         """Compute the plan; `on_layer(i)` is called when layer i of its chunks is written."""
         step, layout = self._builder.describe(plan)
         self._copy_blocks(step.copies)
-        batch = self._builder.assemble(step, on_layer, self._chosen, on_compute=self.on_compute)
+        batch = self._builder.assemble(
+            step, on_layer, self._chosen, before_layer=self._before_layer, on_compute=self.on_compute
+        )
         if self._graphs is not None and on_layer is None:
+            self.await_fetches()  # a recording waits for nothing
             logits = self._graphs.run(batch)
             if logits is not None:
                 return StepOutput(logits, layout)
-        return StepOutput(self.model.forward(batch, self.kv_cache), layout)
+        return StepOutput(self._compute(batch), layout)
+
+    @property
+    def _before_layer(self) -> Callable[[int], None] | None:
+        pool = self.host_pool
+        return pool.before_layer if pool is not None and pool.is_pending else None
+
+    def _compute(self, batch: ForwardBatch) -> torch.Tensor:
+        logits = self.model.forward(batch, self.kv_cache)
+        assert self._before_layer is None, "a layer was computed without waiting for its blocks"
+        return logits
 
     def run_lanes(self, plans: Sequence[StepPlan | None]) -> list[StepOutput | None]:
         """One forward pass of every lane; None: this one has nothing to compute. A single process has one lane."""
@@ -169,6 +192,7 @@ class ModelExecutor:
         """Copy-on-write: sources are as they were before this step. Targets are distinct."""
         if not len(copies):
             return
+        self.await_fetches()
         pairs = upload(copies, self.model.device)
         for layer in self.kv_cache.layers:
             layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
@@ -212,6 +236,11 @@ class ExecutorBuilder(Protocol):
     @property
     def num_lanes(self) -> int:
         """Batches that are computed side by side."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that every rank has, block 0 included, once that is agreed; 0: none is wanted."""
         ...
 
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:

@@ -35,19 +35,20 @@ def plan_num_blocks(memory_bytes: int, bytes_per_block: int) -> int:
 
 
 def plan_num_host_blocks(memory_bytes: int, bytes_per_block: int, available_bytes: int) -> int:
-    """Blocks of preempted requests that the host keeps; 0 when none are wanted."""
+    """Blocks of host memory below the device's, block 0 included; 0 when none are wanted."""
     if not memory_bytes:
         return 0
-    if memory_bytes < bytes_per_block:
+    if memory_bytes < 2 * bytes_per_block:
         raise StartupError(
             "HostKVTooSmall",
-            f"kv.host_memory_bytes is {memory_bytes}, but one block takes {bytes_per_block}; raise it, or set it to 0",
+            f"kv.hostMemory is {memory_bytes} bytes, but one block takes {bytes_per_block} and two are the least; "
+            "raise it, or leave it out",
         )
     if memory_bytes > available_bytes:
         raise StartupError(
             "HostKVTooLarge",
-            f"kv.host_memory_bytes is {memory_bytes}, but {available_bytes} bytes of host memory are free; lower it, "
-            "or raise the memory limit of the pod",
+            f"kv.hostMemory is {memory_bytes} bytes, but {available_bytes} bytes of host memory are free; lower it, or "
+            "raise the memory limit of the pod",
         )
     return memory_bytes // bytes_per_block
 
@@ -81,6 +82,13 @@ def plan_gpu_kv_memory(free_bytes: int, arena_bytes: int | None) -> int:
     if arena_bytes is None:
         return int(free_bytes * _UNMEASURED_FRACTION)
     return int(max(0, free_bytes - arena_bytes) * _CUDA_FRACTION)
+
+
+def observe_num_host_blocks(model: CausalLM, config: WorkerConfig) -> int:
+    """Blocks of host memory that this process is to have, block 0 included. The ranks of a pod share what is free."""
+    bytes_per_block = model.kv_cache_spec(config.kv.block_size).bytes_per_block
+    free = observe_available_memory() // config.group.ranks_per_node
+    return plan_num_host_blocks(config.kv.host_memory_bytes, bytes_per_block, free)
 
 
 def observe_kv_memory(device: torch.device, arena_bytes: int | None = None) -> int:

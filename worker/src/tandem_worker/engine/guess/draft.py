@@ -168,8 +168,7 @@ class DraftGuesser:
         found = {} if self._lookup is None else self._lookup.propose(sequences, most, plan)
         for sequence in sequences:
             self._learn(sequence)
-        incoming = {block for _, block in plan.moves_in}
-        able = [s for s in sequences if self._may_guess(s) and (not incoming or incoming.isdisjoint(s.block_ids))]
+        able = [s for s in sequences if self._may_guess(s)]
         chosen = _fit(able if self._costs is None else self._choose(able, found, plan))
         if chosen:
             for sequence, guess in self._draft(chosen, found, most, plan).items():

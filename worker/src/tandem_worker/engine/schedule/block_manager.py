@@ -35,7 +35,9 @@ class BlockManager:
         from tandem_worker.engine.schedule.idle import WatchedCache
 
         assert not len(self.cache), "blocks were named before they were watched"
+        on_evict = self.cache.on_evict
         self.cache = watched = WatchedCache(self.num_blocks + 1, lambda: len(self._free))
+        watched.on_evict = on_evict
         return watched
 
     @property
@@ -135,6 +137,14 @@ class BlockManager:
             self.cache.add_idle(block, now)
         else:
             self._free.append(block)
+
+    def free_newest(self, count: int) -> int:
+        """Evict up to `count` idle blocks, those that were used last before the others. How many there were."""
+        freed = 0
+        while freed < count and (block := self.cache.newest_idle()):
+            self._free.append(self.cache.give_up(block))
+            freed += 1
+        return freed
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one place. Walks everything: for tests."""

@@ -17,7 +17,7 @@ def choose_lane(lanes: Sequence[Scheduler], request: Request) -> int:
 
     def tokens_with(lane: Scheduler) -> int:
         size = lane.blocks.block_size
-        cached = lane.blocks.match_prefix(request.prompt_chain, (len(request.prompt) - 1) // size)
-        return lane.queues.running_tokens + lane.queues.queued_prefill_tokens - len(cached) * size
+        cached = lane.count_cached(request.prompt_chain[: (len(request.prompt) - 1) // size])
+        return lane.queues.running_tokens + lane.queues.queued_prefill_tokens - cached * size
 
     return min(range(len(lanes)), key=lambda index: tokens_with(lanes[index]))

@@ -43,10 +43,8 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Done in this order: withdrawals, moves, orders, copies, one forward pass over decodes and chunks.
-
-    A plan moves out or in, never both: in a step that preempts nobody is admitted.
-    """
+    """Done in this order: withdrawals, copies to and from host memory (`HostCache.take_moves`), orders, copies, one
+    forward pass over decodes and chunks."""
 
     decodes: list[Sequence] = field(default_factory=list[Sequence])
     """The newest token of each, and the guesses behind it."""
@@ -56,15 +54,13 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source, target) blocks of copy-on-write."""
-    moves_out: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(block, host block): KV of preempted sequences, before anything of this step is written."""
-    moves_in: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(host block, block)."""
     orders: list[Sequence] = field(default_factory=list[Sequence])
     """Now RECEIVING: their remote prefill is to be started."""
     withdrawn: list[Sequence] = field(default_factory=list[Sequence])
     """No longer RECEIVING: their remote prefill is to be cancelled."""
     num_preempted: int = 0
+    num_fetched: int = 0
+    """Blocks that come from host memory for sequences that are admitted."""
     lockstep: bool = False
     """The next step cannot be planned before this one's tokens are known: the host has a part in choosing them."""
 

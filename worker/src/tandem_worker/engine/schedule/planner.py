@@ -37,8 +37,6 @@ class Loads(Protocol):
 class Hooks:
     """What a scheduler asks of those around it: how fast things are, and who helps. Without them it is on its own."""
 
-    prefers_move: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
-    """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
     has_begun: Callable[[Sequence], bool] = lambda sequence: True
     """Whether a prefill worker computes this RECEIVING sequence."""
     ttft_target: TTFTDeadline | None = None
@@ -51,6 +49,11 @@ class Hooks:
     """Guesses for decodes of a plan, so many tokens in all at most and `most_guesses` of each; None: there are none."""
     loads: Loads | None = None
     """None: there is no tier to load from."""
+    make_moves: Callable[[bool], None] = lambda others_write: None
+    """Has the copies begun that `HostCache` has collected. True: what they read and write may be written by others than
+    steps when it returns."""
+    fetch_tokens: Callable[[int], int] = lambda num_blocks: 0
+    """Prompt tokens that could be computed while so many blocks come from host memory."""
 
 
 def first_chunk(length: int, most: int, block_size: int) -> int:
@@ -68,7 +71,7 @@ def first_chunk(length: int, most: int, block_size: int) -> int:
 def may_go_remote(sequence: Sequence) -> bool:
     """Whether a prefill worker may compute its prompt: it has said nothing yet, and its request names workers."""
     request = sequence.request
-    fresh = len(sequence.output) == sequence.num_resumed and not sequence.num_saved and not sequence.choice
+    fresh = len(sequence.output) == sequence.num_resumed and not sequence.choice
     return bool(request.endpoints) and fresh and request.prompt_logprobs is None
 
 
@@ -81,10 +84,8 @@ class StepPlanner:
         self.blocks = queues.blocks
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - queues.blocks.block_size)
-        self.num_recomputed = 0
-        """Preemptions after which KV is computed again."""
-        self.num_moved = 0
-        """Preemptions that moved KV to the host."""
+        self.num_preempted = 0
+        """Sequences that had to give up their blocks."""
         self._limits = limits
         self._queues = queues
         self._hooks = hooks
@@ -186,14 +187,7 @@ class StepPlanner:
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         plan.num_preempted += 1
-        count = self.blocks.count_blocks(sequence.num_planned)
-        if 0 < count <= self._queues.host.num_available and self._hooks.prefers_move(sequence.num_planned, count):
-            sequence.host_blocks = self._queues.host.allocate(count)
-            sequence.num_saved = sequence.num_planned  # a step under way has written its part when the move begins
-            plan.moves_out.extend(zip(sequence.block_ids, sequence.host_blocks, strict=False))
-            self.num_moved += 1
-        else:
-            self.num_recomputed += 1
+        self.num_preempted += 1
         self._queues.requeue(sequence)
 
     def _add_guesses(self, plan: StepPlan, guesses: dict[Sequence, tuple[int, ...]]) -> None:
@@ -274,6 +268,7 @@ class StepPlanner:
             if self._hooks.loads is not None and self._hooks.loads.begin(sequence, at_head=True):
                 queues.pop()
                 continue
+            fetched = plan.num_fetched
             if not self._take_blocks(sequence, plan):
                 if before is None:
                     self._take_over(plan)
@@ -288,11 +283,9 @@ class StepPlanner:
                 plan.orders.append(sequence)
             else:
                 queues.start_running(sequence)
-                if sequence.decoding:
-                    _add_decode(plan, sequence)
-                    budget -= 1
-                else:
-                    budget -= self._add_chunk(plan, sequence, budget)
+                budget -= self._add_chunk(plan, sequence, budget)
+            if plan.num_fetched > fetched:
+                budget = max(0, budget - self._hooks.fetch_tokens(plan.num_fetched - fetched))
         return budget
 
     def _set_back(self, sequence: Sequence) -> bool:
@@ -324,8 +317,7 @@ class StepPlanner:
             return False
         num_total = blocks.count_blocks(sequence.num_tokens)
         bypass = sequence.request.reads_every_position and not sequence.output
-        num_saved = sequence.num_saved
-        max_matched = 0 if bypass else (num_saved or sequence.num_tokens - 1) // blocks.block_size
+        max_matched = 0 if bypass else (sequence.num_tokens - 1) // blocks.block_size
         matched = blocks.match_prefix(sequence.chain, max_matched)
         required = blocks.count_required(matched, num_total)
         if required > available:
@@ -333,12 +325,10 @@ class StepPlanner:
             self._steps_since_refusal = 0
             return False
         sequence.retry_required = 0
-        blocks.hold(matched)
-        sequence.block_ids = matched + blocks.allocate(num_total - len(matched))
-        sequence.num_named = len(matched)
-        sequence.num_computed = sequence.num_planned = num_saved or len(matched) * blocks.block_size
-        if num_saved:
-            self._fetch(sequence, len(matched), plan)
+        below = self._queues.find_below(sequence.chain[len(matched) : max_matched])
+        self._queues.take_cached(sequence, matched, below, num_total)
+        sequence.num_computed = sequence.num_planned = (len(matched) + len(below)) * blocks.block_size
+        plan.num_fetched += len(below)
         request = sequence.request
         if not request.admitted:  # what is found after a preemption is this request's own work
             request.admitted = True
@@ -346,13 +336,6 @@ class StepPlanner:
             if request.trace is not None:
                 request.trace.admitted = self._clock()
         return True
-
-    def _fetch(self, sequence: Sequence, first: int, plan: StepPlan) -> None:
-        """Move blocks back in that are not in the prefix cache any more, `first` and later ones."""
-        pairs = list(zip(sequence.host_blocks, sequence.block_ids, strict=False))
-        plan.moves_in.extend(pairs[first:])
-        sequence.decoding = bool(sequence.output) and sequence.num_computed == sequence.num_tokens - 1
-        self._queues.release_host(sequence)
 
 
 def _add_decode(plan: StepPlan, sequence: Sequence) -> None:

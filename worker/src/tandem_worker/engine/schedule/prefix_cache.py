@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 NAME_BYTES = 16
@@ -76,6 +76,8 @@ class PrefixCache:
         self._records = array("q", bytes(8 * _STRIDE * num_blocks))
         self._horizon = 0
         self.num_idle = 0
+        self.on_evict: Callable[[int, bytes, float], None] | None = None
+        """Told of each block that loses its name, with the name and its last use, before anybody gets the block."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -129,6 +131,10 @@ class PrefixCache:
         """The idle block that was used next after this one, or, of 0, the least recently used; 0: there is none."""
         return self._records[_STRIDE * block + _NEWER]
 
+    def newest_idle(self) -> int:
+        """The idle block that was used last; 0: there is none."""
+        return self._records[_OLDER]
+
     def name_of(self, block: int) -> bytes:
         """The name of a named block."""
         return bytes(self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)])
@@ -145,7 +151,10 @@ class PrefixCache:
         at = _STRIDE * block
         self._horizon = max(self._horizon, records[at + _LAST_USE])
         records[at + _NAMED] = 0
-        del self._block_of[self.name_of(block)]
+        name = self.name_of(block)
+        del self._block_of[name]
+        if self.on_evict is not None:
+            self.on_evict(block, name, records[at + _LAST_USE] / _MICROSECONDS)
         return block
 
     def idle_blocks(self) -> list[int]:

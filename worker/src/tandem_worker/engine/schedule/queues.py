@@ -5,18 +5,20 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable
+from collections.abc import Sequence as Names
 
 from tandem_worker.engine.schedule.block_manager import BlockManager
-from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.request import Sequence, SequenceState
 
 
 class SequenceQueues:
     """Moves sequences, and keeps count. Decides nothing."""
 
-    def __init__(self, blocks: BlockManager, host: HostBlocks, wall: Callable[[], float]) -> None:
+    def __init__(self, blocks: BlockManager, host: HostCache | None, wall: Callable[[], float]) -> None:
         self.blocks = blocks
         self.host = host
+        """None: what `blocks` gives up is lost."""
         self._wall = wall
         self.running: list[Sequence] = []
         """In the order of their keys."""
@@ -116,11 +118,21 @@ class SequenceQueues:
         self.queued_prefill_tokens -= sequence.queued_tokens
         sequence.queued_tokens = 0
 
-    def release_host(self, sequence: Sequence) -> None:
-        """Let go of what was moved to host memory."""
-        self.host.release(sequence.host_blocks)
-        sequence.host_blocks = []
-        sequence.num_saved = 0
+    def find_below(self, names: Names) -> list[int]:
+        """Blocks of host memory with the leading ones of these names. Holds nothing yet."""
+        return [] if self.host is None or not names else self.host.find(names)
+
+    def take_cached(self, sequence: Sequence, matched: list[int], below: list[int], num_total: int) -> None:
+        """Give a sequence without blocks `num_total`: the cached ones `matched`, then blocks that take what the host's
+        blocks `below` hold, then new ones. There is room."""
+        blocks, host = self.blocks, self.host
+        blocks.hold(matched)
+        if host is not None and below:
+            host.blocks.hold(below)  # before others are evicted, for which those would make room
+        sequence.block_ids = matched + blocks.allocate(num_total - len(matched))
+        sequence.num_named = len(matched)
+        if host is not None and below:
+            host.fetch(below, sequence.block_ids[len(matched) : len(matched) + len(below)])
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks; they stay cached as far as they have names."""
@@ -147,7 +159,7 @@ class SequenceQueues:
     def count_queued(self, sequence: Sequence) -> None:
         """Bring this sequence's share of `queued_prefill_tokens` up to date."""
         elsewhere = sequence.state is SequenceState.RECEIVING
-        tokens = sequence.num_tokens - sequence.num_planned - sequence.num_saved
+        tokens = sequence.num_tokens - sequence.num_planned
         tokens = 0 if sequence.decoding or elsewhere else tokens
         self.queued_prefill_tokens += tokens - sequence.queued_tokens
         sequence.queued_tokens = tokens

@@ -5,11 +5,11 @@
                 │ └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
                 └◀▶ LOADING
 
-PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks, except
-in host memory after a preemption that moved theirs. RECEIVING ones hold the blocks that a prefill worker writes to and
-cost no compute; until the prefill worker has begun, others may take these blocks from them. LOADING ones hold cached
-blocks and those that a tier of this worker writes to, outside the queue; others may take them too. RUNNING ones are
-prefilling or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
+PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks. RECEIVING
+ones hold the blocks that a prefill worker writes to and cost no compute; until the prefill worker has begun, others may
+take these blocks from them. LOADING ones hold cached blocks and those that a tier of this worker writes to, outside the
+queue; others may take them too. RUNNING ones are prefilling or decoding. HELD is the prefill side's end: computed,
+blocks kept until they are sent.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class Sequence:
         "chosen_at",
         "decoding",
         "guessing",
-        "host_blocks",
         "key",
         "last_input",
         "load_asks",
@@ -140,7 +139,6 @@ class Sequence:
         "num_planned",
         "num_prompt",
         "num_resumed",
-        "num_saved",
         "num_synced",
         "output",
         "overdue",
@@ -175,10 +173,6 @@ class Sequence:
         self.lockstep = False
         """The host must see each token of this sequence before the next one can be chosen."""
         self.block_ids: list[int] = []
-        self.host_blocks: list[int] = []
-        """Blocks that hold this sequence's KV while it waits after a preemption that moved it."""
-        self.num_saved = 0
-        """Tokens whose KV is in `host_blocks`."""
         self.chain: list[bytes] = request.prompt_chain
         self.num_named = 0
         """Leading blocks that are in the prefix cache (under this block or an equal one)."""

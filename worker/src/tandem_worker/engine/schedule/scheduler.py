@@ -5,8 +5,8 @@ one token each, then prefill chunks fill the token budget, then waiting sequence
 head of the queue is never overtaken, so nothing starves. What is left of the budget is for guesses: tokens that may
 follow a decode's newest one and are computed with it. They take no block that somebody waits for. When blocks run out
 the running sequence with the largest key gives up its own, so the first in order always advances and every sequence
-eventually is the first. Its KV is computed again later, or moved to host memory and back where that is cheaper and
-there is room.
+eventually is the first. Its blocks stay cached until others need them, and go to host memory then where there is some;
+what is found of them is not computed again.
 
 With a target for first tokens the deadline takes the place of the arrival, within bounds (`deadlines`), and a waiting
 sequence that comes before a prompt under way gets its chunks first. Without one a key never changes.
@@ -37,7 +37,7 @@ from collections.abc import Callable
 
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.deadlines import find_place
-from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.host_cache import HostCache, Moves
 from tandem_worker.engine.schedule.plan import SchedulerLimits, StepPlan
 from tandem_worker.engine.schedule.planner import Hooks, StepPlanner, may_go_remote
 from tandem_worker.engine.schedule.queues import SequenceQueues
@@ -45,28 +45,32 @@ from tandem_worker.engine.schedule.request import Request, Sequence, SequenceSta
 
 
 class Scheduler:
-    __slots__ = ("_limits", "_num_submitted", "blocks", "hooks", "planner", "queues")
+    __slots__ = ("_limits", "_num_submitted", "_wall", "blocks", "hooks", "host", "planner", "queues")
 
     def __init__(
         self,
         limits: SchedulerLimits,
         blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
-        host: HostBlocks | None = None,
+        host: HostCache | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`clock` is that of arrivals, which must not be set: who came while it was ahead would wait until it is there
-        again. `wall` has unix seconds, in which others are told when blocks were last used."""
+        again. `wall` has unix seconds, in which others are told when blocks were last used.
+        `host` takes what `blocks` gives up."""
         if limits.max_batch_tokens <= blocks.block_size:
             raise ValueError(
                 f"max_batch_tokens ({limits.max_batch_tokens}) must exceed the block size ({blocks.block_size}): "
                 "prefill advances by whole blocks beside at least one decode"
             )
         self.blocks = blocks
+        self.host = host
+        if host is not None:
+            blocks.cache.on_evict = host.keep
         self.hooks = Hooks()
-        self.queues = SequenceQueues(blocks, host or HostBlocks(0), wall)
+        self.queues = SequenceQueues(blocks, host, wall)
         self.planner = StepPlanner(limits, self.queues, self.hooks, clock)
-        self._limits = limits
+        self._limits, self._wall = limits, wall
         self._num_submitted = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -79,11 +83,7 @@ class Scheduler:
         self._num_submitted += 1
         target = self.hooks.ttft_target
         if target is not None:
-            cached = (
-                0
-                if request.reads_every_position
-                else len(self.blocks.match_prefix(request.prompt_chain, len(request.prompt_chain)))
-            )
+            cached = 0 if request.reads_every_position else self.count_cached(request.prompt_chain)
             request.num_uncached = len(request.prompt) - cached * self.blocks.block_size
         due = find_place(request, target, self._limits.seconds_per_priority)
         request.choices = [Sequence(request, choice, (due, self._num_submitted, choice)) for choice in range(request.n)]
@@ -128,7 +128,6 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         self.queues.withdraw(sequence)
-        self.queues.release_host(sequence)
         sequence.move_to(SequenceState.FINISHED)
         if sequence.request.resumed is not None:
             self._unpark(sequence.request)
@@ -156,15 +155,14 @@ class Scheduler:
         """Compute here, from where the cached blocks end."""
         self.queues.compute_here(sequence)
 
-    def start_loading(self, sequence: Sequence, matched: list[int], count: int) -> bool:
-        """Hold the cached blocks `matched` and `count` new ones for a WAITING sequence in no queue, or at the head of
-        the queue, which it leaves then. False: there is no room."""
-        total = len(matched) + count
+    def start_loading(self, sequence: Sequence, matched: list[int], below: list[int], count: int) -> bool:
+        """Hold the cached blocks `matched`, copies of the host's blocks `below` and `count` new ones for a WAITING
+        sequence in no queue, or at the head of the queue, which it leaves then. False: there is no room."""
+        total = len(matched) + len(below) + count
         if self.blocks.count_required(matched, total) > self.queues.num_admissible:
             return False
-        self.blocks.hold(matched)
-        sequence.block_ids = matched + self.blocks.allocate(count)
-        sequence.num_named = len(matched)
+        self.queues.take_cached(sequence, matched, below, total)
+        sequence.num_named = len(matched) + len(below)  # they are there before anything is launched that reads them
         sequence.num_computed = sequence.num_planned = total * self.blocks.block_size
         sequence.move_to(SequenceState.LOADING)
         self.queues.loading.add(sequence)
@@ -183,6 +181,11 @@ class Scheduler:
         """Let go of named blocks that were held for who copies them."""
         self.queues.let_go(blocks)
 
+    def give_back_below(self, host_blocks: tuple[int, ...]) -> None:
+        """The same of blocks of host memory."""
+        assert self.host is not None
+        self.host.blocks.release(host_blocks, (), self._wall())
+
     def ask_done(self, sequence: Sequence) -> None:
         """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
         self.queues.loading.discard(sequence)
@@ -190,6 +193,15 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         if self.hooks.loads is None or not self.hooks.loads.begin(sequence):
             self.queues.enqueue(sequence)
+
+    def take_moves(self) -> Moves | None:
+        """As `HostCache.take_moves`; None: there are none."""
+        return None if self.host is None or not self.host.has_moves else self.host.take_moves(self._wall())
+
+    def count_cached(self, names: list[bytes]) -> int:
+        """Blocks in memory of the longest known beginning of `names`."""
+        matched = self.blocks.match_prefix(names, len(names))
+        return len(matched) + len(self.queues.find_below(names[len(matched) :]))
 
     # -- one step ------------------------------------------------------------------------------------------------
 

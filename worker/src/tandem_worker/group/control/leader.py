@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -227,6 +227,11 @@ class GroupLeader:
     def send_head_order(self, order: bytes) -> None:
         """Tell every follower about the draft head. Raises GroupLostError."""
         self._broadcast(MessageKind.HEAD, order)
+
+    def send_moves(self, ranks: Iterable[int], frame: bytes) -> None:
+        """Have some followers copy blocks to host memory and back. Raises GroupLostError."""
+        for rank in ranks:
+            self._send(self._members[rank], MessageKind.MOVES, frame)
 
     @property
     def num_followers(self) -> int:

@@ -47,6 +47,8 @@ class MessageKind(IntEnum):
     """Leader: about the draft head, in its place among the steps."""
     TRANSFER = 11
     """Leader: about moving KV blocks, in its place among the steps."""
+    MOVES = 16
+    """Leader: copy blocks to host memory and back, in its place among the steps."""
     ANSWER = 12
     """Follower: about moving KV blocks."""
     LEAVING = 8
@@ -72,6 +74,7 @@ MAX_PAYLOAD: Mapping[MessageKind, int] = {
     MessageKind.STEP: 256 * _MiB,  # block tables of a full batch of the longest contexts, told anew: 4 bytes a block
     MessageKind.HEARTBEAT: 1 << 16,
     MessageKind.HEAD: 256 * _MiB,  # blocks of all texts that are guessed behind
+    MessageKind.MOVES: 64 * _MiB,  # 8 bytes a block
     MessageKind.TRANSFER: 16 * _MiB,
     MessageKind.ANSWER: _MiB,
     MessageKind.LEAVING: 0,

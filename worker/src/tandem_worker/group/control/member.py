@@ -32,6 +32,7 @@ _SPOKEN_BY_LEADERS = frozenset(
         MessageKind.PLAN,
         MessageKind.STEP,
         MessageKind.HEAD,
+        MessageKind.MOVES,
         MessageKind.TRANSFER,
         MessageKind.FAILED,
         MessageKind.STOP,

@@ -1,4 +1,6 @@
-"""A step as bytes, and what draft heads are told: what rank 0 sends the others. Everything is int32, counts first."""
+"""What rank 0 sends the others, as bytes: a step, what draft heads are told, copies to host memory and back.
+
+Everything is int32, counts first."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem_worker.engine.execute.batch import StepInput
+from tandem_worker.engine.schedule.host_cache import Moves
 
 _FIELDS = ("copies", "token_ids", "rows", "query_lens", "context_lens", "logits_rows", "table_runs", "table_values")
 _COLUMNS = {"copies": 2, "table_runs": 3}
@@ -66,3 +69,18 @@ def decode_head_order(data: bytes) -> HeadOrder:
         raise ValueError(f"{numbers.size} numbers are no order about a draft head")
     pieces = np.split(rest, np.cumsum(lengths)[:-1]) if count else []
     return HeadOrder(HeadCall(int(numbers[0])), tuple(piece.tolist() for piece in pieces))
+
+
+def encode_moves(moves: Moves, *, settle: bool) -> bytes:
+    """Copies, and whether they are to be made before anything else happens."""
+    pairs = np.array([*moves.out, *moves.into], dtype=np.int32).reshape(-1)
+    return np.concatenate([[settle, len(moves.out)], pairs]).astype(np.int32).tobytes()
+
+
+def decode_moves(data: bytes) -> tuple[Moves, bool]:
+    """Raises ValueError when `data` is not what `encode_moves` makes."""
+    numbers = np.frombuffer(data, dtype=np.int32)
+    if len(numbers) < 2 or len(numbers) % 2 or not 0 <= numbers[1] <= len(numbers) // 2 - 1:
+        raise ValueError(f"{len(numbers)} numbers are no copies between blocks")
+    pairs = [(int(first), int(second)) for first, second in numbers[2:].reshape(-1, 2)]
+    return Moves(out=tuple(pairs[: numbers[1]]), into=tuple(pairs[numbers[1] :])), bool(numbers[0])

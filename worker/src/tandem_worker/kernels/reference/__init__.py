@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attention import paged_decode_attention_reference, paged_prefill_attention_reference
 from .elementwise import (
+    copy_rows_reference,
     fused_qkv_norm_rope_kv_write_reference,
     kv_write_reference,
     latent_write_reference,
@@ -28,6 +29,7 @@ __all__ = [
     "apply_bitmask_reference",
     "apply_logit_bias_reference",
     "apply_penalties_reference",
+    "copy_rows_reference",
     "fused_moe_reference",
     "fused_qkv_norm_rope_kv_write_reference",
     "gate_up_silu_reference",

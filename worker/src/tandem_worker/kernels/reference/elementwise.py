@@ -127,3 +127,11 @@ def fused_qkv_norm_rope_kv_write_reference(
     rope_reference(q, k, cos, sin, positions, interleaved=interleaved)
     kv_write_reference(k, v, kv_cache, slot_mapping)
     return q.to(qkv.dtype) if out is None else out.copy_(q)
+
+
+def copy_rows_reference(
+    pairs: torch.Tensor, source: torch.Tensor, source_column: int, target: torch.Tensor, target_column: int, width: int
+) -> None:
+    """Twin of `copy_rows`."""
+    rows = source.index_select(0, pairs[:, 0]).narrow(1, source_column, width)
+    target.narrow(1, target_column, width).index_copy_(0, pairs[:, 1], rows)

@@ -52,6 +52,9 @@ class DraftedLM:
         logits, features = self._model.forward_tapped(batch, share, self.head.config.feature_layers)
         first = len(share.layers)
         states = self._states = self.head.fuse(features)
+        if batch.before_layer is not None:
+            batch.before_layer(first)
+            batch.before_layer(first + 1)
         self._write_entries(batch, kv_cache, states)
         if batch.on_layer is not None:
             batch.on_layer(first)

@@ -165,6 +165,7 @@ class LatentAttention:
         self._rotate_(latents[..., self._rank :], step)
         self._rotate_(queries[..., self._nope :], step)
         kv = latents.unsqueeze(1)
+        step.entering(self._index)
         step.attention.write(kv, kv_layer)
         step.written(self._index)
         return self._out.add_to(step.attention.attend_latents(queries, kv, kv_layer, self._spec), residual)

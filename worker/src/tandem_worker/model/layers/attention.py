@@ -57,6 +57,7 @@ class SelfAttention:
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         self.place(heads[:, : self._num_placed], spec.num_heads, step)
         kv = heads[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
+        step.entering(self._index)
         step.attention.write(kv, kv_layer)
         step.written(self._index)
         attended = step.attention.attend(heads[:, : spec.num_heads], kv, kv_layer, spec)

@@ -31,6 +31,11 @@ class Step:
             self._live = self.batch.slot_mapping >= self.block_size
         return self._live
 
+    def entering(self, layer: int) -> None:
+        """Tell the engine that this layer's KV is read and written next."""
+        if self.batch.before_layer is not None:
+            self.batch.before_layer(layer)
+
     def written(self, layer: int) -> None:
         """Tell the engine that this layer's KV is in place."""
         if self.batch.on_layer is not None:

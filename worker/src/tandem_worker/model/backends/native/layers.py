@@ -148,6 +148,7 @@ class NativeSelfAttention(SelfAttention):
         norms = None if place.norm is None else (place.norm.query_weight, place.norm.key_weight, place.norm.eps)
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         rotation = step.rotation
+        step.entering(self._index)
         native.place_heads(heads, spec.num_heads, norms, rotation.cos, rotation.sin, step.batch.slot_mapping, kv_layer)
         step.written(self._index)
         kv = heads[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))

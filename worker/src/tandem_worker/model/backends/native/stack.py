@@ -213,6 +213,8 @@ class NativeStack(LayerStack):
             block_size=step.block_size,
         )
         errors: list[BaseException] = []
+        for layer in range(first, end):
+            step.entering(layer)
         library.load_library().tandem_layers(
             run.address(first),
             end - first,

@@ -144,6 +144,7 @@ class TritonSelfAttention(SelfAttention):
         attention, rotation, norm = step.attention, step.rotation, self.place.norm
         assert isinstance(attention, TritonStepAttention)
         assert isinstance(rotation, TritonRotation)
+        step.entering(self._index)
         q = kernels.fused_qkv_norm_rope_kv_write(
             self.qkv(x),
             rotation.cos,
