@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tandem_api.names import STORE_DISK_PATH
+from tandem_operator.workloads.store import disk_settings
 from tandem_worker.host.mooncake import find_mooncake_program
 
 from tests.mooncake.library import plan_environment
@@ -27,9 +29,13 @@ def find_port() -> int:
 class Program:
     """One process, which can be ended, frozen and started again at its address."""
 
-    def __init__(self, name: str, port: int, arguments: list[str], folder: Path) -> None:
+    def __init__(
+        self, name: str, port: int, arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: beside that of every program here."""
         self.port, self._name = port, name
         self._command = [str(find_mooncake_program(name)), *arguments, "--logtostderr"]
+        self._environment = dict(environment or {})
         self._log = folder / f"{name}-{port}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -49,6 +55,9 @@ class Program:
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
             "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
             "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+            "MC_RPC_TIMEOUT_MS": "2000",
+            "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+            **self._environment,
         }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -75,7 +84,7 @@ class Program:
             self._process = None
 
 
-def build_master(folder: Path) -> Program:
+def build_master(folder: Path, *, takes_disks: bool = False) -> Program:
     port, metrics = find_port(), find_port()
     arguments = [
         "--rpc_address=127.0.0.1",
@@ -85,29 +94,39 @@ def build_master(folder: Path) -> Program:
         "--default_kv_lease_ttl=500",
         "--client_ttl=2",
     ]
-    return Program("mooncake_master", port, arguments, folder)
+    return Program("mooncake_master", port, arguments + ["--enable_offload=true"] * takes_disks, folder)
 
 
-def build_holder(folder: Path, master: Program, megabytes: int = 64) -> Program:
+def build_holder(
+    folder: Path, master: Program | str, megabytes: int = 64, *, disk: Path | None = None, disk_megabytes: int = 64
+) -> Program:
+    """`master`: or its address. `disk`: a folder for a file of so many megabytes, with the settings of a pod, but names
+    of what is there are written at once and not every minute."""
     port = find_port()
     arguments = [
         "--host=127.0.0.1",
         f"--port={port}",
-        f"--master_server_address={master.address}",
+        f"--master_server_address={master if isinstance(master, str) else master.address}",
         "--metadata_server=P2PHANDSHAKE",
         f"--global_segment_size={megabytes} MB",
         "--threads=2",
     ]
-    return Program("mooncake_client", port, arguments, folder)
+    if disk is None:
+        return Program("mooncake_client", port, arguments, folder)
+    settings = {
+        name: value.replace(STORE_DISK_PATH, str(disk)) for name, value in disk_settings(disk_megabytes << 20).items()
+    }
+    settings["MOONCAKE_OFFSET_PERSIST_MODE"] = "strict"
+    return Program("mooncake_client", port, [*arguments, "--enable_offload=true"], folder, settings)
 
 
 @contextlib.contextmanager
-def run_store(folder: Path, megabytes: int = 64) -> Iterator[tuple[Program, Program]]:
-    """A master and a holder."""
+def run_store(folder: Path, megabytes: int = 64, *, disk: Path | None = None) -> Iterator[tuple[Program, Program]]:
+    """A master and a holder; `disk`: the holder's folder on one."""
     programs: list[Program] = []
     try:
-        programs.append(build_master(folder))
-        programs.append(build_holder(folder, programs[0], megabytes))
+        programs.append(build_master(folder, takes_disks=disk is not None))
+        programs.append(build_holder(folder, programs[0], megabytes, disk=disk))
         yield programs[0], programs[1]
     finally:
         for program in reversed(programs):
