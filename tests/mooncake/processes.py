@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,14 +31,22 @@ class Program:
     """One process, which can be ended, frozen and started again at its address."""
 
     def __init__(
-        self, name: str, port: int, arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        port: int,
+        arguments: list[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        stands_by: bool = False,
     ) -> None:
-        """`environment`: beside that of every program here."""
+        """`environment`: beside that of every program here. `stands_by`: it listens once another one has gone."""
         self.port, self._name = port, name
         self._command = [str(find_mooncake_program(name)), *arguments, "--logtostderr"]
         self._environment = dict(environment or {})
         self._log = folder / f"{name}-{port}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._stands_by = stands_by
         self.start()
 
     @property
@@ -50,7 +59,7 @@ class Program:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns once it listens."""
+        """Returns once it listens, or at once where it stands by."""
         environment = plan_environment() | {
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
             "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
@@ -64,7 +73,7 @@ class Program:
                 self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         deadline = time.monotonic() + START_SECONDS
-        while True:
+        while not self._stands_by:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port), 1.0):
                 return
             assert self._process.poll() is None, self._log.read_text()[-2000:]
@@ -84,7 +93,10 @@ class Program:
             self._process = None
 
 
-def build_master(folder: Path, *, takes_disks: bool = False) -> Program:
+def build_master(
+    folder: Path, *, takes_disks: bool = False, etcd: str | None = None, stands_by: bool = False
+) -> Program:
+    """`etcd`: host:port of the one by which it takes over from another."""
     port, metrics = find_port(), find_port()
     arguments = [
         "--rpc_address=127.0.0.1",
@@ -94,7 +106,34 @@ def build_master(folder: Path, *, takes_disks: bool = False) -> Program:
         "--default_kv_lease_ttl=500",
         "--client_ttl=2",
     ]
-    return Program("mooncake_master", port, arguments + ["--enable_offload=true"] * takes_disks, folder)
+    arguments += ["--enable_offload=true"] * takes_disks
+    arguments += [] if etcd is None else ["--enable_ha=true", f"--etcd_endpoints={etcd}"]
+    return Program("mooncake_master", port, arguments, folder, stands_by=stands_by)
+
+
+def find_etcd() -> Path | None:
+    """The program: that of this machine, or that of the cluster of the end-to-end tests."""
+    there = shutil.which("etcd")
+    built = sorted((Path(__file__).parents[2] / ".cache" / "bin").glob("etcd-*/etcd"))
+    return Path(there) if there is not None else next(iter(built), None)
+
+
+@contextlib.contextmanager
+def run_etcd(program: Path, folder: Path) -> Iterator[str]:
+    """Its host:port."""
+    client, peers = (f"127.0.0.1:{find_port()}" for _ in range(2))
+    command = [str(program), f"--data-dir={folder / 'etcd'}", "--unsafe-no-fsync"]
+    command += [f"--listen-client-urls=http://{client}", f"--advertise-client-urls=http://{client}"]
+    command += [f"--listen-peer-urls=http://{peers}", f"--initial-advertise-peer-urls=http://{peers}"]
+    command.append(f"--initial-cluster=default=http://{peers}")
+    with (
+        (folder / "etcd.log").open("ab") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+    ):
+        try:
+            yield client
+        finally:
+            process.kill()
 
 
 def build_holder(

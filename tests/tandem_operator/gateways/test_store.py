@@ -14,6 +14,7 @@ from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry
 from tandem_operator.gateways.tiers import store_condition
 from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.observe.causes import pod_problem
 from tandem_operator.observe.roles import pods_of
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import worker_config
@@ -265,6 +266,16 @@ def test_the_condition_says_what_workers_say(
     assert re.search(words, condition.message)
     assert store_condition(blueprint(), stores) == []
     assert store_condition(with_store(suspend=True), stores) == []
+
+
+def test_an_image_of_the_holder_that_is_missing_is_named() -> None:
+    """One that `podTemplate` asks for; else it is the worker's."""
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": "mirror/holder:1 not found"}}
+    status = {"initContainerStatuses": [{"name": "store", "image": "mirror/holder:1", "state": waits}]}
+    found = pod_problem({"metadata": {"name": "m-decode-0"}, "status": status})
+    assert found is not None
+    assert (found.reason, found.stalled) == ("ImagePullFailed", True)
+    assert "mirror/holder:1" in found.message
 
 
 def test_pods_of_the_master_are_not_the_gateways() -> None:
