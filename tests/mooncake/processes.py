@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tandem_api.names import STORE_DISK_PATH
@@ -39,10 +39,12 @@ class Program:
         environment: Mapping[str, str] | None = None,
         *,
         stands_by: bool = False,
+        above: Sequence[str] = (),
     ) -> None:
-        """`environment`: beside that of every program here. `stands_by`: it listens once another one has gone."""
+        """`environment`: beside that of every program here. `stands_by`: it listens once another one has gone. `above`:
+        a command that becomes it."""
         self.port, self._name = port, name
-        self._command = [str(find_mooncake_program(name)), *arguments, "--logtostderr"]
+        self._command = [*above, str(find_mooncake_program(name)), *arguments, "--logtostderr"]
         self._environment = dict(environment or {})
         self._log = folder / f"{name}-{port}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,6 +54,11 @@ class Program:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self._log.read_text(errors="replace")
 
     @property
     def pid(self) -> int:
@@ -85,6 +92,13 @@ class Program:
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """As a container is ended."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(15.0)
+        self._process = None
 
     def kill(self) -> None:
         if self._process is not None:
@@ -137,10 +151,17 @@ def run_etcd(program: Path, folder: Path) -> Iterator[str]:
 
 
 def build_holder(
-    folder: Path, master: Program | str, megabytes: int = 64, *, disk: Path | None = None, disk_megabytes: int = 64
+    folder: Path,
+    master: Program | str,
+    megabytes: int = 64,
+    *,
+    disk: Path | None = None,
+    disk_megabytes: int = 64,
+    above: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> Program:
     """`master`: or its address. `disk`: a folder for a file of so many megabytes, with the settings of a pod, but names
-    of what is there are written at once and not every minute."""
+    of what is there are written at once and not every minute. `more`: arguments."""
     port = find_port()
     arguments = [
         "--host=127.0.0.1",
@@ -149,14 +170,15 @@ def build_holder(
         "--metadata_server=P2PHANDSHAKE",
         f"--global_segment_size={megabytes} MB",
         "--threads=2",
+        *more,
     ]
     if disk is None:
-        return Program("mooncake_client", port, arguments, folder)
+        return Program("mooncake_client", port, arguments, folder, above=above)
     settings = {
         name: value.replace(STORE_DISK_PATH, str(disk)) for name, value in disk_settings(disk_megabytes << 20).items()
     }
     settings["MOONCAKE_OFFSET_PERSIST_MODE"] = "strict"
-    return Program("mooncake_client", port, [*arguments, "--enable_offload=true"], folder, settings)
+    return Program("mooncake_client", port, [*arguments, "--enable_offload=true"], folder, settings, above=above)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,11 @@ told of it."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +163,16 @@ def test_a_program_is_watched_by_the_process_above_it_and_that_by_the_kubelet(su
         assert str(options.notes.alive_path.parent) == store.notes_path
         assert {"name": "tmp", "mountPath": "/tmp"} in pod["containers"][0]["volumeMounts"]
         assert "readinessProbe" not in container  # a pod without its store serves
+
+
+@pytest.mark.parametrize(("age", "lives"), [(0, True), (30, True), (300, False), (None, False)])
+def test_the_kubelet_sees_whether_the_process_above_looks(tmp_path: Path, age: int | None, lives: bool) -> None:
+    command = holder(with_store(), "-decode")["livenessProbe"]["exec"]["command"]
+    if age is not None:
+        (tmp_path / "alive").touch()
+        os.utime(tmp_path / "alive", (time.time() - age,) * 2)
+    here = [each.replace(names.STORE_NOTES_PATH, str(tmp_path)) for each in command]
+    assert (subprocess.run(here, capture_output=True, check=False).returncode == 0) is lives
 
 
 @pytest.mark.parametrize("suffix", ["-store", "-decode"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mooncake.processes import Program, run_store
+from tests.mooncake.processes import Program, build_holder, build_master, run_store
 from tests.tandem_worker.engine.rig import BLOCK_SIZE
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
 from tests.tandem_worker.tiers.mooncake.test_faults import BLOCK_BYTES, MAGIC, refill, serve
@@ -63,6 +63,7 @@ def restart(holder: Program) -> None:
     holder.start()
 
 
+@pytest.mark.full
 def test_blocks_outlive_the_process_that_holds_them(store: tuple[Program, Program], disk: Path) -> None:
     fill(store, disk, 3)
     rig = StoreRig(store[1].address)
@@ -142,6 +143,55 @@ def test_a_record_that_mooncake_cannot_read_costs_itself_alone(store: tuple[Prog
     serve(third, "c", 0)
     assert (third.cached("c"), third.tier.stats().integrity_failures) == (40, 0)
     third.close()
+
+
+def test_a_disk_without_room_costs_nothing_but_what_it_lacks(tmp_path: Path, disk: Path) -> None:
+    """Its file is larger than its volume, as where a file system allocates none before it is written."""
+    command = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
+    above = ["unshare", "--mount", "sh", "-c", command, "sh"]
+    master = build_master(tmp_path, takes_disks=True)
+    holder = build_holder(tmp_path, master, disk=disk, above=above)
+    try:
+        rig = StoreRig(holder.address, num_blocks=400)
+        for seed in range(16):  # two megabytes and a half
+            refill(rig, seed)
+        wait_until(lambda: "Write size mismatch" in holder.log, 15.0)
+        assert rig.tier.health.on
+        other = StoreRig(holder.address)
+        serve(other, "a", 15)
+        assert other.cached("a") == 40
+        other.close()
+        rig.close()
+    finally:
+        holder.kill()
+        master.kill()
+
+
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.full), "freeze"])
+def test_another_holders_disk_that_goes_costs_what_is_there(
+    store: tuple[Program, Program], disk: Path, tmp_path: Path, how: str
+) -> None:
+    master, holder = store
+    fill(store, disk, 2)
+    folder = tmp_path / "own"
+    folder.mkdir()
+    own = build_holder(tmp_path, master, disk=folder)
+    try:
+        first = StoreRig(own.address)
+        serve(first, "a", 0)
+        assert first.cached("a") == 40  # from the other one's disk
+        first.close()
+        getattr(holder, how)()
+        rig = StoreRig(own.address, usable=False)
+        wait_until(lambda: rig.tier.health.on, 45.0)
+        assert serve(rig, "b", 1) < 10.0
+        wait_until(lambda: rig.tier.health.on, 45.0)
+        refill(rig, 9)
+        rig.close()
+    finally:
+        if how == "freeze":
+            holder.thaw()
+        own.kill()
 
 
 def damage_record(disk: Path, key: bytes) -> None:

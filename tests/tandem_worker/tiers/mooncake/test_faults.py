@@ -24,10 +24,12 @@ from tandem_worker.tiers.errors import (
 from tandem_worker.tiers.health import Cause
 from tandem_worker.tiers.mooncake import client, objects, tier
 from tandem_worker.tiers.mooncake.notes import Note, Notes
+from tandem_worker.tiers.mooncake.program import is_answered
 
-from tests.mooncake.processes import Program, build_holder, run_store
+from tests.mooncake.processes import Program, build_holder, build_master, find_port, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
+from tests.tandem_worker.tiers.mooncake.test_program import IMPATIENT, find_children
 from tests.tandem_worker.tiers.mooncake.test_tier import make_prompt
 from tests.tandem_worker.tiers.rig import wait_until
 
@@ -184,6 +186,29 @@ def test_one_that_takes_connections_and_answers_nothing_is_to_be_started_again(
         assert serve(rig, "a", 1) < 5.0
         wait_until(notes.take_restart, 15.0)
         rig.close()
+
+
+def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path) -> None:
+    health, notes = find_port(), tmp_path / "notes"
+    above = [*IMPATIENT, f"--alive={health}", f"--notes={notes}"]
+    master = build_master(tmp_path)
+    holder = build_holder(tmp_path, master, above=above, more=["--enable_http_server=true", f"--http_port={health}"])
+    try:
+        rig = StoreRig(holder.address, notes=notes)
+        refill(rig, 1)
+        (program,) = find_children(holder.pid)
+        wait_until(lambda: is_answered(health))
+        time.sleep(0.5)  # it has been heard
+        os.kill(program, signal.SIGSTOP)
+        assert serve(rig, "during", 2) < 5.0
+        wait_until(lambda: not rig.tier.health.on, 15.0)
+        wait_until(lambda: rig.tier.health.on, 45.0)
+        assert program not in find_children(holder.pid)
+        refill(rig, 3)
+        rig.close()
+    finally:
+        holder.end()
+        master.kill()
 
 
 def test_why_nobody_answers_is_told_in_the_words_of_who_knows(tmp_path: Path) -> None:

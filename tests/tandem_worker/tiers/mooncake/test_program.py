@@ -21,6 +21,14 @@ from tests.mooncake.processes import find_port
 from tests.tandem_worker.tiers.rig import wait_until
 
 COMMAND = [sys.executable, "-m", "tandem_worker.tiers.mooncake.program"]
+IMPATIENT = [
+    sys.executable,
+    "-c",
+    "from tandem_worker.tiers.mooncake import program\n"
+    "program.HUNG_SECONDS, program._END_SECONDS, program._LOOK_SECONDS, program._SHORTEST = 1.0, 0.5, 0.2, 0.05\n"
+    "program.main()",
+]
+"""Takes a program to hang after a second."""
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -83,12 +91,11 @@ def test_a_program_that_runs_ends_with_this_one() -> None:
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process above a master that answers at a port, and takes it to hang after a second."""
-    port, code = find_port(), "from tandem_worker.tiers.mooncake import program\n"
-    code += "program.HUNG_SECONDS, program._LOOK_SECONDS, program._SHORTEST = 1.0, 0.2, 0.05\nprogram.main()"
+    port = find_port()
     options = [f"--alive={port}", f"--notes={tmp_path}"]
     arguments = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={find_port()}"]
     arguments += ["--metrics_host=127.0.0.1", f"--metrics_port={port}", "--logtostderr"]
-    command = [sys.executable, "-c", code, *options, *arguments]
+    command = [*IMPATIENT, *options, *arguments]
     with subprocess.Popen(command, env=plan_environment(), stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: is_answered(port), 20.0)
         yield process, port
