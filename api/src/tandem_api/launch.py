@@ -22,6 +22,7 @@ from tandem_api.names import (
     KV_DISK_PATH,
     MODEL_CACHE_PATH,
     STORE_CLIENT_PORT,
+    STORE_NOTES_PATH,
     WORKER_FILES_PORT,
     WORKER_GROUP_PORT,
     WORKER_HTTP_PORT,
@@ -91,6 +92,8 @@ class KVStoreConfig(Wire):
 
     port: int = STORE_CLIENT_PORT
     """Port of the pod's own `mooncake_client`, at the pod's address."""
+    notes_path: str = STORE_NOTES_PATH
+    """Folder in which that client's container says what is wrong with it."""
 
 
 class KVConfig(Wire):

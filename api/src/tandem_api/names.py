@@ -141,6 +141,12 @@ STORE_CLIENT_PORT = 50052
 STORE_DATA_PORTS = (14000, 14015)
 """Ports at which one `mooncake_client` asks another one: it takes free ones of these. None is of `MOONCAKE_PORTS`,
 which others must not reach."""
+STORE_HEALTH_PORT = 50053
+"""Port at which Mooncake's programs answer their own container while they live."""
+STORE_DISK_PATH = "/var/cache/tandem-store"
+"""Folder where a pod's `mooncake_client` keeps blocks on the node's disk."""
+STORE_NOTES_PATH = "/tmp/tandem-store"
+"""Folder in which the container of a pod's `mooncake_client` and its worker leave each other word."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

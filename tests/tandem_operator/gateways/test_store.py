@@ -3,7 +3,11 @@ told of it."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +18,11 @@ from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry
 from tandem_operator.gateways.tiers import store_condition
 from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.observe.causes import pod_problem
 from tandem_operator.observe.roles import pods_of
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import worker_config
+from tandem_worker.tiers.mooncake.program import parse
 
 STORE = {"memory": "1Gi"}
 
@@ -91,6 +97,84 @@ def test_a_shared_master_is_joined_and_none_is_made() -> None:
     assert "--master_server_address=mooncake.kv.svc:6000" in holder(plan, "-decode")["args"]
 
 
+def test_masters_that_stand_by_for_each_other_are_found_by_their_etcd() -> None:
+    plan = with_store({"memory": "1Gi", "master": "etcd://etcd-0.etcd.kv.svc:2379;10.0.0.7:2479"})
+    master = "--master_server_address=etcd://etcd-0.etcd.kv.svc:2379;10.0.0.7:2479"
+    assert master in holder(plan, "-decode")["args"]
+    egress = child(plan, "NetworkPolicy", "-decode")["spec"]["egress"]
+    open_to_all = {port["port"] for rule in egress if "to" not in rule for port in rule["ports"]}
+    assert {2379, 2479, names.STORE_MASTER_PORT} <= open_to_all
+
+
+def test_a_disk_is_a_volume_of_the_pod_and_one_file_fills_it() -> None:
+    plan = with_store({"memory": "1Gi", "disk": "64Gi"}, prefill={})
+    assert (
+        "--enable_offload=true"
+        in child(plan, "Deployment", "-store")["spec"]["template"]["spec"]["containers"][0]["args"]
+    )
+    for suffix in ("-prefill", "-decode"):
+        container = holder(plan, suffix)
+        pod = child(plan, "StatefulSet", suffix)["spec"]["template"]["spec"]
+        (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == names.STORE_DISK_PATH]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
+        assert volume["emptyDir"] == {"sizeLimit": "64Gi"}
+        assert not [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == mount["name"]]
+        environment = {each["name"]: each.get("value") for each in container["env"]}
+        file = int(environment["MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES"])
+        assert (60 << 30) <= file < (64 << 30)
+        assert environment["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == names.STORE_DISK_PATH
+        options = parse(container["args"])
+        assert options.disk is not None
+        assert (str(options.disk), options.disk_bytes) == (names.STORE_DISK_PATH, file)
+        assert options.settle_seconds > 5  # after so many the master has forgotten a holder that is gone
+        assert options.command[0] == "mooncake_client"
+        assert "--enable_offload=true" in options.command
+        assert int(container["resources"]["limits"]["memory"]) > (1024 + 512) << 20
+
+
+def test_a_holders_disk_is_asked_at_a_port_that_the_kernel_chooses() -> None:
+    with_disk = with_store({"memory": "1Gi", "disk": "64Gi"})
+    for plan, there in ((with_store(), False), (with_disk, True)):
+        rules = child(plan, "NetworkPolicy", "-decode")["spec"]
+        for peers, key in ((rules["ingress"], "from"), (rules["egress"], "to")):
+            assert (32768 in ports(peers, key, "decode")) is there
+
+
+def test_without_a_disk_nothing_is_said_of_one() -> None:
+    container = holder(with_store(), "-decode")
+    assert not [each for each in container["env"] if "OFFLOAD" in each["name"] or "OFFSET" in each["name"]]
+    assert not [each for each in container["args"] if "offload" in each or "disk" in each]
+
+
+@pytest.mark.parametrize("suffix", ["-store", "-decode"])
+def test_a_program_is_watched_by_the_process_above_it_and_that_by_the_kubelet(suffix: str) -> None:
+    plan = with_store()
+    pod = child(plan, "Deployment" if suffix == "-store" else "StatefulSet", suffix)["spec"]["template"]["spec"]
+    container = pod["containers"][0] if suffix == "-store" else pod["initContainers"][0]
+    options = parse(container["args"])
+    assert options.alive_port == names.STORE_HEALTH_PORT
+    assert any(f"port={names.STORE_HEALTH_PORT}" in each for each in options.command)
+    assert options.notes is not None
+    assert str(options.notes.alive_path) in container["livenessProbe"]["exec"]["command"][-1]
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+    if suffix == "-decode":
+        store = worker_config(plan, Role.UNIFIED).kv.store
+        assert store is not None
+        assert str(options.notes.alive_path.parent) == store.notes_path
+        assert {"name": "tmp", "mountPath": "/tmp"} in pod["containers"][0]["volumeMounts"]
+        assert "readinessProbe" not in container  # a pod without its store serves
+
+
+@pytest.mark.parametrize(("age", "lives"), [(0, True), (30, True), (300, False), (None, False)])
+def test_the_kubelet_sees_whether_the_process_above_looks(tmp_path: Path, age: int | None, lives: bool) -> None:
+    command = holder(with_store(), "-decode")["livenessProbe"]["exec"]["command"]
+    if age is not None:
+        (tmp_path / "alive").touch()
+        os.utime(tmp_path / "alive", (time.time() - age,) * 2)
+    here = [each.replace(names.STORE_NOTES_PATH, str(tmp_path)) for each in command]
+    assert (subprocess.run(here, capture_output=True, check=False).returncode == 0) is lives
+
+
 @pytest.mark.parametrize("suffix", ["-store", "-decode"])
 def test_pods_meet_the_restricted_standard(suffix: str) -> None:
     kind = "Deployment" if suffix == "-store" else "StatefulSet"
@@ -153,11 +237,16 @@ def test_without_a_store_nothing_is_as_it_was_not() -> None:
         ({"kv": {"store": STORE}, "engine": {"kind": "VLLM"}}, "kv.store is of Tandem's own engine"),
         ({"kv": {"store": {}}}, "memory"),
         ({"kv": {"store": STORE | {"kind": "Redis"}}}, "Mooncake"),
-        ({"kv": {"store": STORE | {"disk": "1Ti"}}}, "disk"),
+        ({"kv": {"store": STORE | {"disk": "1Gi"}}}, "disk must be larger than kv.store.memory"),
+        ({"kv": {"store": STORE | {"disk": {"size": "1Ti"}}}}, "disk"),
         ({"kv": {"store": STORE | {"master": "mooncake.kv:70000"}}}, "must be host:port"),
         ({"kv": {"store": STORE | {"master": "mooncake.kv:0"}}}, "must be host:port"),
         ({"kv": {"store": STORE | {"master": "http://mooncake.kv:80"}}}, "must be host:port"),
         ({"kv": {"store": STORE | {"master": "mooncake.kv"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "etcd://etcd.kv:2379,etcd.kv:2380"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "etcd://"}}}, "must be host:port"),
+        ({"kv": {"store": STORE | {"master": "redis://redis.kv:6379"}}}, "knows no Redis"),
+        ({"kv": {"store": STORE | {"master": "k8s://kv/mooncake"}}}, "no Lease of Kubernetes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(spec: dict[str, Any], message: str) -> None:
@@ -191,6 +280,16 @@ def test_the_condition_says_what_workers_say(
     assert re.search(words, condition.message)
     assert store_condition(blueprint(), stores) == []
     assert store_condition(with_store(suspend=True), stores) == []
+
+
+def test_an_image_of_the_holder_that_is_missing_is_named() -> None:
+    """One that `podTemplate` asks for; else it is the worker's."""
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": "mirror/holder:1 not found"}}
+    status = {"initContainerStatuses": [{"name": "store", "image": "mirror/holder:1", "state": waits}]}
+    found = pod_problem({"metadata": {"name": "m-decode-0"}, "status": status})
+    assert found is not None
+    assert (found.reason, found.stalled) == ("ImagePullFailed", True)
+    assert "mirror/holder:1" in found.message
 
 
 def test_pods_of_the_master_are_not_the_gateways() -> None:

@@ -873,6 +873,20 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     assert server.written == [], "said once"
 
 
+@pytest.mark.parametrize(("kv", "often"), [({}, False), ({"store": {"memory": "1Gi"}}, True)], ids=["without", "with"])
+async def test_gateways_of_a_model_with_a_store_are_asked_often(
+    server: ObjectServer, operator: Operator, kv: dict[str, Any], often: bool
+) -> None:
+    """It is to be told of within seconds, and nothing else is under way."""
+    server.change(kv=kv)
+    await operator.look()
+    server.settle()
+    server.add_pod("m-decode-0", **READY)
+    await operator.look()
+    assert "Reconciling" not in server.conditions
+    assert operator.fleet._models[KEY].fast is often
+
+
 async def test_gateways_of_a_model_that_is_gone_are_not_asked(server: ObjectServer, operator: Operator) -> None:
     await operator.look()
     add_gateway(server)

@@ -24,6 +24,7 @@ EngineArgument = Annotated[
 _NO_FALLBACK = "is for kv.transport Mooncake, which TCP may stand in for: remove it, or ask for Mooncake"
 _SMALL_DISK = "must be larger than kv.memory, whose blocks it takes: raise it, or leave disk out"
 _SMALLER_THAN_HOST = "must be larger than kv.hostMemory, whose blocks it takes: raise it, or leave disk out"
+_SMALL_STORE_DISK = "must be larger than kv.store.memory, whose blocks it takes: raise it, or leave disk out"
 
 
 _NO_HEAD = "says where the head is that guesses under method Draft: write draft.uri, or choose Auto or Lookup"
@@ -163,8 +164,25 @@ class KVDisk(Authored):
 _PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
 
 
+_HOST_PORT = f"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:({_PORT})"
+
+
 class KVStore(Authored):
-    """A store that workers share blocks through, over the network: each keeps a part of it in memory of its own."""
+    """A store that workers share blocks through, over the network: each keeps a part of it in memory of its own, and
+    where that is asked for on its node's disk."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.disk) || !isQuantity(string(self.disk)) || !isQuantity(string(self.memory))"
+                    " || quantity(string(self.disk)).compareTo(quantity(string(self.memory))) > 0",
+                    _SMALL_STORE_DISK,
+                    path=".disk",
+                )
+            ]
+        }
+    )
 
     kind: Literal["Mooncake"] = "Mooncake"
     """The store's kind. `Mooncake` is that of the Mooncake project, over TCP."""
@@ -177,19 +195,41 @@ class KVStore(Authored):
     ]
     """What each worker pod gives to the store, for example `16Gi`, beside the worker's own memory. Blocks that were
     used longest ago are given up when all of it is full."""
+    disk: (
+        Annotated[
+            Quantity,
+            Satisfies(
+                "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('128Mi')) >= 0",
+                "must be at least 128Mi",
+            ),
+        ]
+        | None
+    ) = None
+    """What each worker pod gives to the store of its node's disk, for example `200Gi`: an emptyDir of the pod, all of
+    which is taken when the pod starts. Every block goes there too, and is found there once memory has given it up. A
+    master that runs already has to be started with `--enable_offload`."""
     master: (
         Annotated[
             str,
             Matches(
-                f"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:({_PORT})",
-                "must be host:port of a mooncake_master, for example mooncake-master.kv:50051",
+                f"{_HOST_PORT}|etcd://{_HOST_PORT}(;{_HOST_PORT}){{0,8}}",
+                "must be host:port of a mooncake_master, for example mooncake-master.kv:50051, or where several stand"
+                " by for each other etcd://host:port;host:port of their etcd: Mooncake's package knows no Redis and no"
+                " Lease of Kubernetes",
             ),
             Field(max_length=253),
         ]
         | None
     ) = None
-    """`host:port` of a `mooncake_master` that runs already and that other models may share. Without it the model gets
-    one of its own."""
+    """`host:port` of a `mooncake_master` that runs already and that other models may share, or `etcd://host:port` of
+    the etcd, several with `;` between them, by which one of several masters takes over from another. Without it the
+    model gets one of its own."""
+
+    @model_validator(mode="after")
+    def _disk_is_larger(self) -> KVStore:
+        if self.disk is not None and parse_quantity(self.disk) <= parse_quantity(self.memory):
+            raise ValueError(f"disk {_SMALL_STORE_DISK}")
+        return self
 
 
 class KV(Authored):

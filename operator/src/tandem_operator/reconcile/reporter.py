@@ -157,6 +157,7 @@ class Reporter:
         asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
         self._scaler.follow(key, observe_model(blueprint, ours, decided.rollout.state, asleep=asleep))
         fast = fast or (not asleep and (self._scaler.follows(key) or is_admission_open(blueprint, ours)))
+        fast = fast or (not asleep and blueprint.model.spec.kv.store is not None)  # which is told of within 15 s
         self._fleet.follow(key, gateway_addresses(blueprint, ours), fast=fast, asleep=asleep)
 
     async def _admit(self, look: Look, blueprint: Blueprint, ours: Children) -> Condition | None:

@@ -82,22 +82,32 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 
 def _store_rules(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
     """What holders of a store take and ask: blocks of each other, and the master who has what. Where many models share
-    a master, their blocks lie in each other's holders, which are workers of the same namespace."""
+    a master, their blocks lie in each other's holders, which are workers of the same namespace. What is on a holder's
+    disk is asked for at a port that the kernel chooses."""
     store, master = blueprint.model.spec.kv.store, master_address(blueprint)
     if store is None or master is None:
         return [], []
-    data = [_tcp(*names.STORE_DATA_PORTS)]
+    data = [_tcp(*names.STORE_DATA_PORTS), *([] if store.disk is None else [_tcp(*_EPHEMERAL_PORTS)])]
     if store.master is not None:
         others = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "tandem"}}}
         return [{"from": [others], "ports": data}], [
             {"to": [others], "ports": data},
-            *_outside(blueprint, f"//{master}"),
+            *(rule for url in _master_urls(master) for rule in _outside(blueprint, url)),
         ]
     components = [component_of(role) for role in blueprint.worker_roles]
     return [_from(blueprint, component, data) for component in components], [
         *(_to(blueprint, component, data) for component in components),
         _to(blueprint, STORE, [_tcp(names.STORE_MASTER_PORT)]),
     ]
+
+
+def _master_urls(master: str) -> list[str]:
+    """Where the master is asked. One that etcd knows is taken to listen, wherever it is, at the port that ours has."""
+    scheme, found, rest = master.rpartition("://")
+    if not found:
+        return [f"//{rest}"]
+    assert scheme == "etcd", "the API server refuses others"
+    return [*(f"//{each}" for each in rest.split(";")), f"//0.0.0.0:{names.STORE_MASTER_PORT}"]
 
 
 def _build_master_policy(blueprint: Blueprint) -> list[Manifest]:

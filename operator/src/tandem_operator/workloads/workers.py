@@ -14,7 +14,7 @@ from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, size_limit, thread_env
-from tandem_operator.workloads.store import build_holder
+from tandem_operator.workloads.store import build_disk, build_holder
 
 _LOADING_SECONDS = 6 * 3600
 """A worker may download and load this long before it counts as hung: large models come over slow links."""
@@ -172,6 +172,7 @@ def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest]
     if disk is not None:
         volumes = [*volumes, {"name": "kv", "emptyDir": size_limit(disk.size)}]
         mounts = [*mounts, {"name": "kv", "mountPath": names.KV_DISK_PATH}]
+    volumes = [*volumes, *build_disk(blueprint)]
     size = workload.shared_memory_size_limit
     if workload.ranks_per_pod > 1 or size is not None:
         # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.

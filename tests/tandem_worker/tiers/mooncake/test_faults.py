@@ -6,19 +6,30 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tandem_worker.tiers.errors import STORE_FROZEN, STORE_FULL, STORE_UNREACHABLE
+from tandem_worker.tiers.errors import (
+    STORE_DISK_FULL,
+    STORE_FROZEN,
+    STORE_FULL,
+    STORE_HOLDER_FAILED,
+    STORE_UNREACHABLE,
+)
 from tandem_worker.tiers.health import Cause
-from tandem_worker.tiers.mooncake import objects
+from tandem_worker.tiers.mooncake import client, objects, tier
+from tandem_worker.tiers.mooncake.notes import Note, Notes
+from tandem_worker.tiers.mooncake.program import is_answered
 
-from tests.mooncake.processes import Program, build_holder, run_store
+from tests.mooncake.processes import Program, build_holder, build_master, find_port, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
+from tests.tandem_worker.tiers.mooncake.test_program import IMPATIENT, find_children
 from tests.tandem_worker.tiers.mooncake.test_tier import make_prompt
 from tests.tandem_worker.tiers.rig import wait_until
 
@@ -66,6 +77,7 @@ def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program]
     assert cause is not None
     assert cause.reason in (STORE_UNREACHABLE, STORE_FROZEN, "StoreFailed"), cause
     assert serve(rig, "off", 3) < 5.0
+    assert measure_cpu(rig) < 0.5
     if how == "freeze":
         program.thaw()
     else:
@@ -77,6 +89,22 @@ def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program]
     assert other.cached("again") == 40
     other.close()
     rig.close()
+
+
+def measure_cpu(rig: StoreRig) -> float:
+    """Cores that this process and the helper of its tier keep busy while nobody asks for anything."""
+
+    def read(pid: int | None) -> float:
+        try:
+            return sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+        except FileNotFoundError:
+            return 0.0
+
+    helper, own, began = rig.tier.helper_pid, time.process_time(), time.monotonic()
+    before = read(helper)
+    time.sleep(1.0)
+    spent = time.process_time() - own + max(0.0, read(helper) - before if helper == rig.tier.helper_pid else 0.0)
+    return spent / (time.monotonic() - began)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
@@ -115,6 +143,97 @@ def test_another_workers_holder_that_goes_takes_its_blocks_along_and_nothing_els
         if how == "freeze":
             other.thaw()
         other.kill()
+
+
+def test_a_holder_that_is_slow_delays_nothing_and_is_used_again(store: tuple[Program, Program]) -> None:
+    """It runs for two of a hundred milliseconds."""
+    rig = StoreRig(store[1].address)
+    refill(rig, 1)
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            store[1].freeze()
+            over.wait(0.098)
+            store[1].thaw()
+            over.wait(0.002)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        for seed in range(2, 8):
+            assert serve(rig, f"s{seed}", seed) < 5.0
+            assert serve(rig, f"again{seed}", seed) < 5.0
+    finally:
+        over.set()
+        thread.join()
+    wait_until(lambda: rig.tier.health.on, 30.0)
+    refill(rig, 9)
+    rig.close()
+
+
+def test_one_that_takes_connections_and_answers_nothing_is_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that is wedged: nothing that listens looks at it."""
+    monkeypatch.setattr(client, "START_SECONDS", 1.0)
+    monkeypatch.setattr(tier, "RESTART_AFTER", 2)
+    notes = Notes(tmp_path)
+    notes.touch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        rig = StoreRig(f"127.0.0.1:{silent.getsockname()[1]}", usable=False, notes=tmp_path)
+        wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_FROZEN, 15.0)
+        assert serve(rig, "a", 1) < 5.0
+        wait_until(notes.take_restart, 15.0)
+        rig.close()
+
+
+def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path) -> None:
+    health, notes = find_port(), tmp_path / "notes"
+    above = [*IMPATIENT, f"--alive={health}", f"--notes={notes}"]
+    master = build_master(tmp_path)
+    holder = build_holder(tmp_path, master, above=above, more=["--enable_http_server=true", f"--http_port={health}"])
+    try:
+        rig = StoreRig(holder.address, notes=notes)
+        refill(rig, 1)
+        (program,) = find_children(holder.pid)
+        wait_until(lambda: is_answered(health))
+        time.sleep(0.5)  # it has been heard
+        os.kill(program, signal.SIGSTOP)
+        assert serve(rig, "during", 2) < 5.0
+        wait_until(lambda: not rig.tier.health.on, 15.0)
+        wait_until(lambda: rig.tier.health.on, 45.0)
+        assert program not in find_children(holder.pid)
+        refill(rig, 3)
+        rig.close()
+    finally:
+        holder.end()
+        master.kill()
+
+
+def test_why_nobody_answers_is_told_in_the_words_of_who_knows(tmp_path: Path) -> None:
+    Notes(tmp_path).say(Note(STORE_HOLDER_FAILED, "no master answers at mooncake.kv:1"))
+    rig = StoreRig("127.0.0.1:9", usable=False, notes=tmp_path)
+    wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_HOLDER_FAILED, 30.0)
+    cause = rig.tier.health.cause
+    assert cause is not None
+    assert cause.message == "no mooncake_client answers at 127.0.0.1:9: no master answers at mooncake.kv:1"
+    rig.close()
+
+
+def test_a_disk_that_runs_full_is_told_and_what_has_room_again_is_used(
+    store: tuple[Program, Program], tmp_path: Path
+) -> None:
+    notes = Notes(tmp_path / "notes")
+    rig = StoreRig(store[1].address, notes=tmp_path / "notes")
+    refill(rig, 1)
+    notes.say(Note(STORE_DISK_FULL, "the disk is full"))
+    wait_until(lambda: rig.tier.stats().reason == STORE_DISK_FULL)
+    assert serve(rig, "during", 2) < 5.0
+    notes.say(None)
+    wait_until(lambda: rig.tier.health.on)
+    refill(rig, 3)
+    rig.close()
 
 
 def flip(pid: int, seed: int) -> int:

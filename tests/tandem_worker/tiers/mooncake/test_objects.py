@@ -136,6 +136,43 @@ def test_one_of_another_length_makes_room_for_the_block(rig: Rig) -> None:
     assert rig.slots.count_known(NAMES[:1]) == 0
 
 
+@pytest.mark.parametrize("code", [-1102, -400])
+def test_a_disk_that_cannot_read_one_block_costs_that_one(rig: Rig, code: int) -> None:
+    """Mooncake says so of all four; read alone the third one is what fails. The last one is not asked for again."""
+    rig.write(NAMES[:4])
+    size = rig.slots.geometry.slot_bytes
+    rig.client.codes = [[code] * 4, [size], [size], [code]]
+    rig.rows[:] = 7
+    assert rig.slots.read(PLACES[:4], NAMES[:4], rig.rows) == 3
+    assert rig.client.calls[-4:] == ["get"] * 4
+    row = rig.rows[2]
+    assert not row.any()
+    assert not is_intact(row.data, rig.slots.geometry, KEY, NAMES[2], rig.slots.seed(PLACES[2]))
+
+
+def test_blocks_in_memory_beside_damaged_ones_are_read_once(rig: Rig) -> None:
+    rig.write(NAMES[:3])
+    size = rig.slots.geometry.slot_bytes
+    rig.client.codes = [[size, -1102, size], [size]]
+    assert rig.slots.read(PLACES[:3], NAMES[:3], rig.rows) == 3
+    assert rig.client.calls[-2:] == ["get"] * 2
+
+
+def test_it_is_known_when_the_store_last_took_something(rig: Rig) -> None:
+    rig.now += 5
+    rig.client.codes = [[-900]]
+    rig.write(NAMES[:1])
+    assert rig.slots.answered_at < rig.now
+    rig.client.codes = [[-705]]  # it was there, which the master knows without any holder
+    rig.write(NAMES[:1])
+    assert rig.slots.answered_at < rig.now
+    rig.write(NAMES[1:2])
+    assert rig.slots.answered_at == rig.now
+    rig.now += 5
+    rig.slots.probe(rig.rows[:1])
+    assert rig.slots.answered_at == rig.now
+
+
 def test_a_look_up_is_tried_twice(rig: Rig) -> None:
     rig.client.codes = [[-900] * 3]
     rig.slots.ask(NAMES[:3])

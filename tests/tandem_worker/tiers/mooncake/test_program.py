@@ -7,11 +7,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tandem_worker.tiers.errors import STORE_DISK_FULL, STORE_HOLDER_FAILED
+from tandem_worker.tiers.mooncake import program
+from tandem_worker.tiers.mooncake.notes import Note, Notes
+from tandem_worker.tiers.mooncake.program import Supervisor, is_answered, parse
 
 from tests.mooncake.library import plan_environment
 from tests.mooncake.processes import find_port
+from tests.tandem_worker.tiers.rig import wait_until
 
 COMMAND = [sys.executable, "-m", "tandem_worker.tiers.mooncake.program"]
+IMPATIENT = [
+    sys.executable,
+    "-c",
+    "from tandem_worker.tiers.mooncake import program\n"
+    "program.HUNG_SECONDS, program._END_SECONDS, program._LOOK_SECONDS, program._SHORTEST = 1.0, 0.5, 0.2, 0.05\n"
+    "program.main()",
+]
+"""Takes a program to hang after a second."""
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -24,14 +41,19 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(said)
 
 
-def test_a_holder_without_a_master_is_tried_again_and_ends_when_it_is_told_to() -> None:
-    port = find_port()
+def test_a_holder_without_a_master_is_tried_again_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    port, master = find_port(), find_port()
     arguments = ["mooncake_client", "--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE"]
-    arguments += [f"--master_server_address=127.0.0.1:{find_port()}", "--global_segment_size=16 MB", "--logtostderr"]
-    environment = plan_environment() | {"MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-    with subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True) as process:
+    arguments += [f"--master_server_address=127.0.0.1:{master}", "--global_segment_size=16 MB", "--logtostderr"]
+    environment = plan_environment() | {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_CONNECT_TIMEOUT_MS": "1000"}
+    command = [*COMMAND, f"--notes={tmp_path}", *arguments]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         read_until(process, "mooncake_client has ended with status")
         assert process.poll() is None
+        note = Notes(tmp_path).read()
+        assert note is not None
+        assert note.reason == STORE_HOLDER_FAILED
+        assert note.message.endswith(f": no master answers at 127.0.0.1:{master}")
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 
@@ -64,6 +86,100 @@ def test_a_program_that_runs_ends_with_this_one() -> None:
     while os.path.exists(f"/proc/{child}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process above a master that answers at a port, and takes it to hang after a second."""
+    port = find_port()
+    options = [f"--alive={port}", f"--notes={tmp_path}"]
+    arguments = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={find_port()}"]
+    arguments += ["--metrics_host=127.0.0.1", f"--metrics_port={port}", "--logtostderr"]
+    command = [*IMPATIENT, *options, *arguments]
+    with subprocess.Popen(command, env=plan_environment(), stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: is_answered(port), 20.0)
+        yield process, port
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["frozen", "asked"])
+def test_one_that_does_not_answer_is_ended_and_started_again(
+    watched: tuple[subprocess.Popen[bytes], int], tmp_path: Path, asked: bool
+) -> None:
+    process, port = watched
+    notes, (first,) = Notes(tmp_path), find_children(process.pid)
+    wait_until(notes.alive_path.exists)
+    time.sleep(0.5)  # it has been heard
+    if asked:
+        assert notes.ask_restart()
+    else:
+        os.kill(first, signal.SIGSTOP)
+    wait_until(lambda: first not in find_children(process.pid), 20.0)
+    wait_until(lambda: is_answered(port), 20.0)
+    wait_until(lambda: notes.read() is None)  # nothing is known against the one that runs now
+    assert not notes.take_restart()
+
+
+def test_a_frozen_one_does_not_keep_a_pod_from_ending(
+    watched: tuple[subprocess.Popen[bytes], int],
+) -> None:
+    process, _ = watched
+    (child,) = find_children(process.pid)
+    os.kill(child, signal.SIGSTOP)
+    process.terminate()
+    assert process.wait(20) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def build_supervisor(folder: Path, size: int) -> Supervisor:
+    return Supervisor(parse([f"--disk={folder}", f"--disk-bytes={size}", "mooncake_client"]))
+
+
+def test_a_disk_that_is_too_small_is_said_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_mooncake_obstacle", lambda: None)
+    note = build_supervisor(tmp_path, 1 << 60)._find_obstacle()
+    assert note is not None
+    assert note.reason == STORE_DISK_FULL
+    assert "spec.kv.store.disk" in note.message
+
+
+def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv_cache.data").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(program, "find_mooncake_obstacle", lambda: None)
+    monkeypatch.setattr(program, "count_free", lambda folder: 4096)
+    assert build_supervisor(tmp_path, 1 << 20)._find_obstacle() is None
+    assert build_supervisor(tmp_path, 2 << 20)._find_obstacle() is not None
+
+
+@pytest.mark.parametrize(("allocated", "free", "full"), [(1 << 20, 0, False), (0, 0, True), (0, 1 << 30, False)])
+def test_a_file_that_has_all_of_its_blocks_cannot_run_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocated: int, free: int, full: bool
+) -> None:
+    (tmp_path / "kv_cache.data").write_bytes(bytes(allocated))
+    monkeypatch.setattr(program, "count_free", lambda folder: free)
+    note = build_supervisor(tmp_path, 1 << 20)._find_fault()
+    assert (note is not None) is full
+    assert note is None or note.reason == STORE_DISK_FULL
+
+
+def test_what_is_said_is_read_and_taken_back(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "notes")
+    assert notes.read() is None
+    assert not notes.ask_restart()  # there is nobody
+    notes.say(Note("StoreDiskFull", "x" * 10_000))
+    read = notes.read()
+    assert read is not None
+    assert (read.reason, set(read.message)) == ("StoreDiskFull", {"x"})
+    notes.say(None)
+    assert notes.read() is None
+
+
+@pytest.mark.parametrize("said", [b"", b"[1]", b"{", b"[[], {}, 3]"])
+def test_what_cannot_be_read_says_nothing(tmp_path: Path, said: bytes) -> None:
+    (tmp_path / "said").write_bytes(said)
+    assert Notes(tmp_path).read() is None
 
 
 def find_children(pid: int) -> list[int]:

@@ -140,9 +140,9 @@ def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: Po
 
     wanted = config.kv.store
     assert wanted is not None
-    address = f"{pod.pod_ip}:{wanted.port}"
-    memory = _choose_feed(engine, config)[0]
-    return StoreTier(address, key, memory, engine.kv_cache.spec.block_size, runtime.vitals)
+    memory, block_size = _choose_feed(engine, config)[0], engine.kv_cache.spec.block_size
+    notes = Path(wanted.notes_path)
+    return StoreTier(f"{pod.pod_ip}:{wanted.port}", key, memory, block_size, runtime.vitals, notes=notes)
 
 
 def _build_peers(

@@ -31,7 +31,10 @@ _MOST_NAMES = 256
 _MOST_KNOWN = 1 << 18
 _NOT_THERE = frozenset({-703, -704, -706, -707})
 """Mooncake's codes for: not written to its end, not found, held, given up meanwhile."""
-_EXISTS, _FULL = -705, -200
+_DAMAGED = frozenset({-1102, -400})
+"""Codes for: a file could not be read, or what stands there is another object. All that was read from the same disk has
+them, and one is meant."""
+_EXISTS, _ABSENT, _FULL = -705, -704, -200
 _FAILURES = 3
 """So many calls in a row that fail switch the tier off. One does not: the first one after a restart of the other side
 fails always."""
@@ -62,6 +65,8 @@ class ObjectSlots:
         self._failures = 0
         self._full_since: float | None = None
         self._taken = 0
+        self.answered_at = clock()
+        """When something was written last, which takes holder and master."""
 
     def __len__(self) -> int:
         """Blocks that are known to be there."""
@@ -130,7 +135,7 @@ class ObjectSlots:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def read(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
-        codes = self._move("get", self._name(names), rows)
+        codes = self._find_damaged(names, self._move("get", self._name(names), rows), rows)
         good = next((index for index, code in enumerate(codes) if code != self.geometry.slot_bytes), len(codes))
         if good < len(codes):
             self.note_absent(names[good:])
@@ -144,6 +149,21 @@ class ObjectSlots:
         self._failures = 0
         return good
 
+    def _find_damaged(self, names: Sequence[bytes], codes: Sequence[int], rows: np.ndarray) -> Sequence[int]:
+        """Codes of a read, after a disk's damage has failed all that was read from it: each block is read alone up to
+        the first one that fails. That one's row is empty then, as a block is that has lost all of its bytes."""
+        found = list(codes)
+        for index, (name, code) in enumerate(zip(names, codes, strict=True)):
+            if code not in _DAMAGED:
+                continue
+            (found[index],) = self._move("get", self._name([name]), rows[index : index + 1])
+            if found[index] in _DAMAGED:
+                rows[index] = 0
+                found[index] = self.geometry.slot_bytes
+                found[index + 1 :] = [_ABSENT] * (len(found) - index - 1)
+                break
+        return found
+
     def write(self, names: Sequence[bytes], rows: np.ndarray) -> int:
         fill_headers(self, self._key, [Place(0, 0)] * len(names), names, rows)
         codes = self._move("put", self._name(names), rows[: len(names)])
@@ -154,6 +174,8 @@ class ObjectSlots:
             self._note_full()
         elif failed:
             self._fail(f"a block could not be written (Mooncake's code {failed[0]})")
+        if 0 in codes:
+            self.answered_at = self._clock()
         if written:
             self._failures, self._full_since = 0, None
         return len(written)
@@ -186,6 +208,7 @@ class ObjectSlots:
         self._client.call("remove", keys, seconds=ASK_SECONDS)
         if any(code != self.geometry.slot_bytes for code in codes) or not intact:
             raise TierError(STORE_FAILED, f"what was written just now does not come back (Mooncake's codes {codes})")
+        self.answered_at = self._clock()
         return seconds
 
     def _name(self, names: Sequence[bytes]) -> list[str]:

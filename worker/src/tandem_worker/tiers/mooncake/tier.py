@@ -2,6 +2,9 @@
 
 Two threads read, one writes, one asks what is there, one watches the clock. Whatever happens on the other side, the
 engine computes: the tier switches itself off, says why, and tries a real write and read every `RETRY_SECONDS`.
+
+While it is on and has written nothing for `PROBE_SECONDS` it tries one too, so that a store that has gone is told of
+within those, a call's deadline and the way to the operator, whether or not anybody asks for anything.
 """
 
 from __future__ import annotations
@@ -12,16 +15,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.tiers.errors import STORE_FROZEN, STORE_SLOW, TierError
+from tandem_worker.tiers.errors import (
+    STORE_DISK_FULL,
+    STORE_FAILED,
+    STORE_FROZEN,
+    STORE_SLOW,
+    STORE_UNREACHABLE,
+    TierError,
+)
 from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.mooncake.client import MooncakeClient
+from tandem_worker.tiers.mooncake.notes import Notes
 from tandem_worker.tiers.mooncake.objects import ObjectSlots, plan_most_slots
 from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner
 from tandem_worker.tiers.stats import Counters, TierStats
@@ -31,7 +43,12 @@ from tandem_worker.tiers.writer import BlockWriter
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 10.0
-"""Between two probes, whether the tier is on or off."""
+"""Between two probes while the tier is off: each starts a helper process."""
+PROBE_SECONDS = 4.0
+"""Between two probes while it is on, and nothing is written."""
+RESTART_AFTER = 4
+"""So many probes in a row that nobody answers, though there is a holder that takes connections, and it is to be started
+again. What hangs because of another holder, or of the master, does so for less."""
 NUM_READERS = 2
 """One waits for the helper while the other verifies; more than that only wait for each other."""
 ASK_SHARE = 0.5
@@ -51,18 +68,17 @@ class StoreTier:
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = RETRY_SECONDS,
+        notes: Path | None = None,
     ) -> None:
         """`address`: host:port of the node's `mooncake_client`; `block_size`: tokens per block; `environment`: of the
-        helper process."""
+        helper process; `notes`: folder where that client's container says what is wrong with it."""
         geometry = plan_geometry(memory.layer_bytes, 0)
         piece = plan_most_slots(geometry)
         self._client = MooncakeClient(address, (NUM_READERS + 2) * piece * geometry.slot_bytes, environment)
-        self._vitals, self._clock, self._block_size, self._retry_seconds = (
-            vitals or Vitals(),
-            clock,
-            block_size,
-            retry_seconds,
-        )
+        self._vitals, self._clock, self._block_size = vitals or Vitals(), clock, block_size
+        self._retry_seconds, self._probe_seconds = retry_seconds, min(retry_seconds, PROBE_SECONDS)
+        self._notes = None if notes is None else Notes(notes)
+        self._unanswered = 0
         self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
         self._counters = Counters(block_size, tier="store")
         self.health = TierHealth("store")
@@ -202,13 +218,14 @@ class StoreTier:
                 if not self._closed.is_set():
                     self._open()
                 continue
-            if self._writer.wait(self._retry_seconds):
+            if self._writer.wait(max(0.0, self._slots.answered_at + self._probe_seconds - self._clock())):
                 self._writer.write_due()
                 if self._flush_until is not None:
                     self._writer.write_rest(self._flush_until)
                     self._flush_until = None
                     self._flushed.set()
-            elif not self._closed.is_set():
+            is_due = self._slots.answered_at + self._probe_seconds <= self._clock()
+            if is_due and self.health.on and not self._closed.is_set():
                 self._probe(1)
 
     def _run_asks(self) -> None:
@@ -284,23 +301,40 @@ class StoreTier:
         try:
             self._client.start(lambda name, target: self._vitals.start_thread(name, target, is_over=lambda: True))
         except TierError as error:
-            self.health.fail(error)
+            self._fail(error, hangs=error.reason == STORE_FROZEN)
             return
         self._slots.forget()
         if self._probe(len(self._probe_rows)):
+            self._unanswered = 0
             self.health.recover()
             self._writer.due()  # whatever has become due meanwhile was told once
 
     def _probe(self, count: int) -> bool:
-        """Write and read `count` objects; whether that is possible."""
+        """Write and read `count` objects; whether that is possible, and nothing is said against the holder."""
         try:
             seconds = self._slots.probe(self._probe_rows[:count])
         except TierError as error:
-            self.health.fail(error)
+            self._fail(error, hangs=error.reason in (STORE_FROZEN, STORE_FAILED))
+            return False
+        note = None if self._notes is None else self._notes.read()
+        if note is not None and note.reason == STORE_DISK_FULL:
+            self.health.fail(TierError(note.reason, note.message))
             return False
         if not self.health.on:
             self._pool.set_rate(count * self._slots.geometry.slot_bytes, seconds)
         return True
+
+    def _fail(self, error: TierError, *, hangs: bool) -> None:
+        """A probe has failed. The holder's container knows why where nobody answers; one that `hangs` is to be started
+        again once that has lasted."""
+        note = None if self._notes is None else self._notes.read()
+        if error.reason == STORE_UNREACHABLE and note is not None:
+            error = TierError(note.reason, f"{error}: {note.message}")
+        self.health.fail(error)
+        self._unanswered = self._unanswered + 1 if hangs else 0
+        if self._unanswered >= RESTART_AFTER and self._notes is not None and self._notes.ask_restart():
+            self._unanswered = 0
+            logger.error("the holder of the store is to be started again: %s", error)
 
 
 def _place(count: int) -> list[Place]:
