@@ -89,6 +89,8 @@ class KVStoreConfig(Wire):
 
     port: int = STORE_CLIENT_PORT
     """Port of the pod's own `mooncake_client`, at the pod's address."""
+    memory_bytes: int = 0
+    """What that gives to the store; 0: not said."""
 
 
 class KVConfig(Wire):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from tandem_api import names
-from tandem_api.crd.engine import KVDisk
+from tandem_api.crd.engine import KVDisk, KVStore
 from tandem_api.launch import (
     GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
@@ -78,7 +78,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             verify=spec.kv.verify,
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),
-            store=None if spec.kv.store is None else KVStoreConfig(),
+            store=_kv_store(spec.kv.store),
             transport="Mooncake" if transport_of(blueprint) == "Mooncake" else "TCP",
             measure_transports=transport_of(blueprint) == "Auto",
             allow_fallback=spec.kv.allow_fallback,
@@ -162,6 +162,10 @@ def _kv_disk(disk: KVDisk | None) -> KVDiskConfig | None:
         write_through=disk.write_through,
         max_daily_writes=None if most is None else int(parse_quantity(most)),
     )
+
+
+def _kv_store(store: KVStore | None) -> KVStoreConfig | None:
+    return None if store is None else KVStoreConfig(memory_bytes=int(parse_quantity(store.memory)))
 
 
 def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:

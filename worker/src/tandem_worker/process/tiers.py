@@ -121,7 +121,8 @@ def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: Po
     wanted = config.kv.store
     assert wanted is not None
     address = f"{pod.pod_ip}:{wanted.port}"
-    return StoreTier(address, key, open_memory(engine.kv_cache), engine.kv_cache.spec.block_size, runtime.vitals)
+    memory, block_size = open_memory(engine.kv_cache), engine.kv_cache.spec.block_size
+    return StoreTier(address, key, memory, block_size, runtime.vitals, given_bytes=wanted.memory_bytes)
 
 
 def _build_peers(
