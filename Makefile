@@ -217,7 +217,7 @@ bench-kv: setup ## Blocks on a disk: first tokens against computing and memory, 
 	@$(RUN) python -m bench.kv $(BENCH)
 
 .PHONY: bench-kv-store
-bench-kv-store: setup ## Blocks in Mooncake's store: first tokens against computing, and what a step costs beside (idle cores)
+bench-kv-store: setup ## Blocks in Mooncake's store: first tokens, what a step costs beside, conversations by round robin (idle cores)
 	@$(RUN) python -m bench.kv.store $(BENCH)
 
 .PHONY: bench-gateway

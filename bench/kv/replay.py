@@ -1,14 +1,15 @@
-"""Conversations replayed over workers that keep blocks on disks and give each other theirs: hits, first tokens, writes,
-by the product's policies.
+"""Conversations replayed over workers that keep blocks on disks, give each other theirs and share a store: hits, first
+tokens, writes, by the product's policies.
 
     python -m bench.kv.replay TRACE [--workers 4,16,64] [--record bench/results]
 
 `TRACE` is a recording in the format of Mooncake's traces (`bench/routing/README.md`). Memory is the engine's own block
 manager, what goes to the disk is what it offers, the disk is the tier's own index over files that go nowhere; whether a
 prompt is loaded is the tier's own decision, at its own prediction. Whom a worker asks for blocks is what the gateway's
-scheduling names; round robin names whoever has most, as a gateway could that knew everything. Simulated are the times:
-a worker computes its prompts one after another, and its disk reads, and its network brings, one load after another, at
-a fixed rate each. The last line is one JSON object.
+scheduling names; round robin names whoever has most, as a gateway could that knew everything. A store has as many bytes
+as the disks have together; all that is computed goes there, and who lacks a prompt asks it, whoever chose the worker.
+Simulated are the times: a worker computes its prompts one after another, and its disk reads, and its network brings,
+one load after another, at a fixed rate each. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tandem_gateway.scheduling import Share
 from tandem_sim.traces import BLOCK_TOKENS, Arrival, read_trace
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_cache import HostCache
@@ -31,6 +33,7 @@ from tandem_worker.tiers.format import Geometry, TierKey
 from tandem_worker.tiers.policy import is_slow, is_sooner, predict_seconds
 from tandem_worker.tiers.store import SegmentStore
 
+from bench.kv.shared import SharedStore
 from bench.routing.fleet import STEP_SECONDS, Fleet, Served
 from bench.routing.policies import Policy, RoundRobin, Tandem
 from bench.routing.simulate import Recorded, Replay, replay
@@ -48,6 +51,8 @@ HOST_BANDWIDTH = 25e9
 """Half of what pinned memory brings over PCIe 5."""
 WRITES_GOAL = 0.45
 """Tokens written per token of the prompts with host memory, at 16 workers."""
+STORE_GOAL = 0.01
+"""Hits that round robin with a store may be short of affinity with disks of as many bytes."""
 GOALS = {4: 0.308, 16: 0.350, 64: 0.367}
 """Hits with homes of bounded load, as the issue of this tier had measured them with policies of their own."""
 
@@ -64,8 +69,8 @@ class Nowhere(Volume):
 
 class TieredFleet(Fleet):
     """Workers with a disk each; `disk_tokens` 0: none. `host_tokens`: of memory below their own, which the disk is fed
-    from. `peer_bandwidth`: bytes per second that a worker brings of
-    others' blocks; None: it asks nobody."""
+    from. `peer_bandwidth`: bytes per second that a worker brings of others' blocks, and of the store's; None: it asks
+    nobody. `store_tokens`: room of the store that all share."""
 
     def __init__(
         self,
@@ -78,6 +83,7 @@ class TieredFleet(Fleet):
         bandwidth: float = 1.5e9,
         write_through: bool = False,
         peer_bandwidth: float | None = None,
+        store_tokens: int = 0,
     ) -> None:
         super().__init__(count, tokens_per_second=tokens_per_second, kv_tokens=kv_tokens)
         self._bandwidth = bandwidth
@@ -109,6 +115,10 @@ class TieredFleet(Fleet):
         self._rows = np.zeros((BATCH, geometry.slot_bytes), np.uint8)
         self.written_tokens = 0
         self.loaded_tokens = 0
+        self.store = SharedStore(store_tokens // BLOCK_TOKENS)
+        self.stored_tokens = 0
+        """Those that came from there."""
+        self.computed_tokens = np.zeros(count)
 
     def serve(self, worker: int, arrival: Arrival) -> Served:
         """Load what is sooner, then compute the rest in the order of arrival."""
@@ -121,6 +131,7 @@ class TieredFleet(Fleet):
         near = len(matched) + len(below)
         loaded, ready = self._load(worker, names[near:most], arrival.at)
         tokens = (near + loaded) * BLOCK_TOKENS
+        self.computed_tokens[worker] += arrival.prompt - tokens
         fetching = len(below) * BLOCK_TOKENS * TOKEN_BYTES / HOST_BANDWIDTH  # as if nothing were computed meanwhile
         first = max(ready, float(self.free_at[worker])) + fetching + (arrival.prompt - tokens) / self.rate
         self.free_at[worker] = first
@@ -132,20 +143,24 @@ class TieredFleet(Fleet):
         """Blocks that come from the disk or another worker, with which the whole is there sooner, and when they are."""
         places = self._stores[worker].find(names) if self._has_disk else []
         asked = self._count_held(self.source, names) if self.peer_bandwidth and self.source not in (None, worker) else 0
-        ways = [
-            way for way in (
-                self._predict(len(places), self._disk_free, worker, self._bandwidth, now),
-                self._predict(asked, self._network_free, worker, self.peer_bandwidth or 1.0, now),
-            )
-            if way is not None
-        ]  # fmt: skip
-        if not ways:
+        network = self.peer_bandwidth or 1.0
+        ways = {
+            "disk": self._predict(len(places), self._disk_free, worker, self._bandwidth, now),
+            "peer": self._predict(asked, self._network_free, worker, network, now),
+            "store": self._predict(self.store.count_leading(names), self._network_free, worker, network, now),
+        }
+        sooner = {way: found for way, found in ways.items() if found is not None}
+        if not sooner:
             return 0, now
         per_block = BLOCK_TOKENS / self.rate
-        seconds, count, free = min(ways, key=lambda way: way[0] + (len(names) - way[1]) * per_block)
+        way = min(sooner, key=lambda way: sooner[way][0] + (len(names) - sooner[way][1]) * per_block)
+        seconds, count, free = sooner[way]
         free[worker] = now + seconds
-        if free is self._network_free:
+        if way == "peer":
             self.pulled_tokens += count * BLOCK_TOKENS
+        elif way == "store":
+            self.store.use(names[:count])
+            self.stored_tokens += count * BLOCK_TOKENS
         else:
             for place in places:
                 self._stores[worker].use(place)
@@ -155,7 +170,7 @@ class TieredFleet(Fleet):
     def _predict(
         self, count: int, free: np.ndarray, worker: int, bandwidth: float, now: float
     ) -> tuple[float, int, np.ndarray] | None:
-        """Seconds, blocks and the way that they come; None: there are none, or computing them is sooner."""
+        """Seconds, blocks and when the way is free; None: there are none, or computing them is sooner."""
         size, waits = count * BLOCK_TOKENS * TOKEN_BYTES, max(0.0, float(free[worker]) - now)
         seconds = predict_seconds(size, int(waits * bandwidth), 1, 1, bandwidth)
         return (seconds, count, free) if count and is_sooner(seconds, count, BLOCK_TOKENS / self.rate) else None
@@ -176,6 +191,7 @@ class TieredFleet(Fleet):
     def _keep_blocks(self, worker: int, names: list[bytes], matched: list[int], below: list[int], now: float) -> None:
         memory, host = self._memories[worker], self._hosts[worker]
         missing = len(names) - len(matched)
+        self.store.put(names[len(matched) :])
         if memory.count_required(matched, len(names)) > memory.num_available:
             return
         memory.hold(matched)
@@ -219,6 +235,31 @@ class NamingTandem(Tandem):
         return worker
 
 
+class StoringTandem(Tandem):
+    """The gateway's own scheduling, with workers that tell of the store that they share, and of their queues."""
+
+    def __init__(self, fleet: TieredFleet, *, kv_tokens: int, store_tokens: int) -> None:
+        super().__init__(fleet, kv_tokens=kv_tokens)
+        self._tiered, self._room = fleet, store_tokens // fleet.count
+        for worker in range(fleet.count):
+            self._share(worker, 0.0)
+
+    def served(self, arrival: Arrival, worker: int, result: Served) -> None:
+        super().served(arrival, worker, result)
+        self._share(worker, arrival.at)
+
+    def _share(self, worker: int, now: float) -> None:
+        fleet = self._tiered
+        rate = (fleet.peer_bandwidth or 0.0) / TOKEN_BYTES
+        for scheduler in self._schedulers:
+            scheduler.observe(
+                scheduler.endpoints[self._workers[worker].name],
+                now,
+                queued_tokens=max(0.0, float(fleet.free_at[worker]) - now) * fleet.rate,
+                share=Share(rate, self._room, int(fleet.computed_tokens[worker])),
+            )
+
+
 class NamingRoundRobin(RoundRobin):
     """One after another, each told of whoever has most of the prompt."""
 
@@ -248,9 +289,16 @@ def naming_homes(kv_tokens: int) -> Callable[[TieredFleet], Policy]:
     return lambda fleet: NamingTandem(fleet, kv_tokens=kv_tokens)
 
 
+def storing_homes(kv_tokens: int, store_tokens: int) -> Callable[[TieredFleet], Policy]:
+    """The same, told of a store."""
+    return lambda fleet: StoringTandem(fleet, kv_tokens=kv_tokens, store_tokens=store_tokens)
+
+
 def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
     """Hits and writes with and without disks, and first tokens at several bandwidths."""
     whole = MEMORY_TOKENS + DISK_TOKENS
+    store = workers * DISK_TOKENS
+    shared = {"store_tokens": store, "peer_bandwidth": PEER_BANDWIDTH}
     both = {"disk_tokens": DISK_TOKENS, "peer_bandwidth": PEER_BANDWIDTH}
     plans: dict[str, tuple[Callable[[TieredFleet], Policy], dict[str, Any]]] = {
         "homes, memory": (homes(MEMORY_TOKENS), {}),
@@ -265,6 +313,8 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
         "round robin, disk": (RoundRobin, {"disk_tokens": DISK_TOKENS}),
         "homes, disk and peers": (naming_homes(whole), both),
         "round robin, disk and peers": (NamingRoundRobin, both),
+        "homes, store": (storing_homes(MEMORY_TOKENS, store), shared),
+        "round robin, store": (RoundRobin, shared),
     }
     prompts = sum(arrival.prompt for arrival in arrivals)
     found: dict[str, Any] = {}
@@ -277,6 +327,7 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
             "loaded": round(fleet.loaded_tokens / prompts, 3),
             "pulled": round(fleet.pulled_tokens / prompts, 3),
             "fetched": round(fleet.fetched_tokens / prompts, 3),
+            "stored": round(fleet.stored_tokens / prompts, 3),
         }
         found[name] = figures
         print(f"{workers:4} workers  {name:30} {json.dumps(figures)}", flush=True)
@@ -316,6 +367,13 @@ def judge(workers: int, found: dict[str, Any]) -> dict[str, Any]:
             "met": written["written"] <= WRITES_GOAL,
         }
         rows["hits with host memory"] = {"value": written["hits"], "goal": same, "met": written["hits"] >= same - 0.005}
+    affine = found["homes, disk, written through"]["hits"]
+    for way in ("homes", "round robin"):
+        value = found[f"{way}, store"]["hits"]
+        least = round(affine - STORE_GOAL, 4)
+        rows[f"hits, {way}, store, to homes with disks of as many bytes"] = {
+            "value": value, "goal": least, "met": value >= least
+        }  # fmt: skip
     if goal is not None:
         rows["hits"] = {"value": hits, "goal": goal, "met": hits >= goal}
     return rows

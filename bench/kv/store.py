@@ -1,11 +1,16 @@
-"""What blocks in Mooncake's store are worth: first tokens of prompts that another worker computed, and steps.
+"""What blocks in Mooncake's store are worth: first tokens of prompts that another worker computed, steps, and
+conversations whose turns go round.
 
-    python -m bench.kv.store [--tokens 4000] [--prompts 5] [--rounds 3] [--record bench/results]
+    python -m bench.kv.store [--tokens 4000] [--prompts 5] [--rounds 3] [--sessions 5] [--turns 4]
+                             [--record bench/results]
 
 A master and a holder run on this machine, over loopback. One worker of SmolLM2 computes prompts and is ended; the next
-one, which has neither memory nor disk of them, loads them from the store. Then the same work, many short prompts and
-answers at once, takes turns between a worker without a store and one that writes everything it computes. The machine
-should be idle. The last line is one JSON object.
+one, which has neither memory nor disk of them, loads them from the store. Then two kinds of work take turns between a
+worker without a store and one with: answers to prompts that memory has but for the end, for which the store is asked in
+vain and of which little is written, and many new short prompts and answers at once, all of which is written. At last
+conversations: over two prefill and two decode workers that have little memory and share the store, each request to the
+next pair; over as many that have as many bytes as memory of their own, each conversation to its pair; and at a worker
+that has nothing cached. The machine should be idle. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,15 +29,22 @@ from typing import Any
 
 from bench.engine.server import stream, streams, worker
 from bench.kv.__main__ import judge, make_prompt, read_metric
+from bench.kv.rotation import await_store, converse_by_affinity, converse_in_rotation, converse_without_cache
 from e2e.model import find_model
 from tests.mooncake.library import plan_environment
 from tests.mooncake.network import stay_inside
 from tests.mooncake.processes import Program, run_store
 
-STORE_GOAL, WRITING_GOAL = 0.08, 1.03
-"""Of what computing takes until the first token; of what the same work takes without a store."""
+STORE_GOAL = 0.08
+"""Of what computing takes until the first token."""
+QUIET_GOAL, WRITING_GOAL = 1.01, 1.03
+"""Of what the same work takes without a store."""
+SHARE_GOAL = 0.01
+"""Of the prompt tokens: what round robin with the store may have cached less than affinity with as many bytes."""
 _HOLDER_MEGABYTES = 2048
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 1.0
+_TAIL_TOKENS = 17
+"""New ones at the end of prompts that memory has: a block and one more, so that the store is asked."""
 
 
 def describe_store(holder: Program) -> dict[str, Any]:
@@ -61,24 +73,54 @@ def measure_first_tokens(model: Path, holder: Program, tokens: int, count: int) 
 
 
 def measure_steps(model: Path, holder: Program, rounds: int) -> dict[str, list[float]]:
-    """Seconds that the same work takes, by what kind of worker does it."""
-    threads = len(os.sched_getaffinity(0))
-    found: dict[str, list[float]] = {"without": [], "writing": []}
+    """Seconds that the same work takes with a store, of what it takes without: by kind of work, one value a turn.
+
+    Who goes first changes from turn to turn.
+    """
+    threads, rng = len(os.sched_getaffinity(0)), random.Random(2)
+    known = [make_prompt(rng, 300) for _ in range(8)]
+    found: dict[str, list[float]] = {"quiet": [], "writing": []}
     with (
         worker("unified", model, "BFloat16", threads) as without,
-        worker("unified", model, "BFloat16", threads, kv=describe_store(holder)) as writing,
+        worker("unified", model, "BFloat16", threads, kv=describe_store(holder)) as storing,
     ):
-        rng = random.Random(2)
+        await_store(storing)
         for turn in range(rounds + 1):
-            prompts = [make_prompt(rng, 300) for _ in range(8)]
-            for kind, each in (("without", without), ("writing", writing)):
-                seconds = asyncio.run(streams(each.port, prompts, 64))
-                if turn:
-                    found[kind].append(seconds)
-                time.sleep(_SETTLE_SECONDS)
-        written = read_metric(writing, "tandem_worker_kv_tier_tokens_total", tier="store", direction="written")
-        print(f"tokens written beside: {written:.0f}")
+            works = {
+                "quiet": [prompt + make_prompt(rng, _TAIL_TOKENS) for prompt in known],
+                "writing": [make_prompt(rng, 300) for _ in range(8)],
+            }
+            for kind, prompts in works.items():
+                seconds: dict[int, float] = {}
+                for each in (without, storing) if turn % 2 else (storing, without):
+                    seconds[each.port] = asyncio.run(streams(each.port, prompts, 64))
+                    time.sleep(_SETTLE_SECONDS)
+                if turn:  # memory has nothing of them before
+                    found[kind].append(seconds[storing.port] / seconds[without.port])
+        written = read_metric(storing, "tandem_worker_kv_tier_tokens_total", tier="store", direction="written")
+        read = read_metric(storing, "tandem_worker_kv_tier_tokens_total", tier="store", direction="read")
+        print(f"tokens written beside: {written:.0f}; found: {read:.0f}")
     return found
+
+
+def measure_rotation(model: Path, holder: Program, sessions: int, turns: int) -> dict[str, Any]:
+    """What round robin with the store has cached less than affinity, and answers that are not those without a cache."""
+    share = (_HOLDER_MEGABYTES << 20) // 4
+    plain = converse_without_cache(model, sessions, turns)
+    affine = converse_by_affinity(model, share, sessions, turns)
+    rotated = converse_in_rotation(model, describe_store(holder), sessions, turns)
+    for name, seen in (("affinity", affine), ("round robin with the store", rotated)):
+        print(f"{name}: {100 * seen.cached_share:.1f}% of {seen.prompt_tokens} prompt tokens cached")
+    print(f"tokens from the store: {rotated.loaded_tokens:.0f}; loads and look-ups cut: {rotated.loads_cut:.0f}")
+    differ = sum(
+        answer != seen.answers[number] for seen in (affine, rotated) for number, answer in enumerate(plain.answers)
+    )
+    return {
+        "cached share, affinity less round robin with the store": judge(
+            affine.cached_share - rotated.cached_share, SHARE_GOAL
+        ),
+        "answers that are not those without a cache": judge(differ, 0),
+    }
 
 
 def main() -> None:
@@ -86,6 +128,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="of a prompt; default 4000")
     parser.add_argument("--prompts", type=int, default=5, help="that are asked for; default 5")
     parser.add_argument("--rounds", type=int, default=3, help="of work whose steps are compared; default 3, 0: none")
+    parser.add_argument("--sessions", type=int, default=5, help="conversations whose turns go round; default 5, odd")
+    parser.add_argument("--turns", type=int, default=4, help="of each conversation; default 4, 0: none")
     parser.add_argument("--record", type=Path, help="folder for the figures")
     options = parser.parse_args()
     os.environ.update(plan_environment())
@@ -100,10 +144,11 @@ def main() -> None:
         if options.rounds:
             steps = measure_steps(model, holder, options.rounds)
             for kind, values in steps.items():
-                print(f"{kind:10} {statistics.median(values):8.3f} s ({min(values):.3f} to {max(values):.3f})")
-            rows["work with a store, everything written"] = judge(
-                min(steps["writing"]) / min(steps["without"]), WRITING_GOAL
-            )
+                print(f"{kind:10} {statistics.median(values):8.3f} ({min(values):.3f} to {max(values):.3f})")
+            rows["work with a store, nothing found"] = judge(statistics.median(steps["quiet"]), QUIET_GOAL)
+            rows["work with a store, everything written"] = judge(statistics.median(steps["writing"]), WRITING_GOAL)
+        if options.turns:
+            rows |= measure_rotation(model, holder, options.sessions, options.turns)
     line = json.dumps({"cores": len(os.sched_getaffinity(0)), "tokens": options.tokens, "blocks in a store": rows})
     if options.record is not None:
         options.record.mkdir(parents=True, exist_ok=True)

@@ -168,6 +168,7 @@ class Tandem:
             scheduler.estimator.learn_cached(
                 prompt_tokens=arrival.prompt, expected=choice.known_tokens, cached=result.hit_tokens
             )
+            choice.learn_stored(result.hit_tokens)
 
         def end(now: float) -> None:
             reservation.release()

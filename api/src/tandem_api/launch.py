@@ -94,6 +94,8 @@ class KVStoreConfig(Wire):
     """Port of the pod's own `mooncake_client`, at the pod's address."""
     notes_path: str = STORE_NOTES_PATH
     """Folder in which that client's container says what is wrong with it."""
+    given_bytes: int = 0
+    """What that gives to the store, of its disk where it has one; 0: not said."""
 
 
 class KVConfig(Wire):

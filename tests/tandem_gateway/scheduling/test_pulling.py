@@ -193,7 +193,7 @@ def test_where_nobody_brings_anything_nothing_is_weighed(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(picker, "weigh_pulls", fail)
+    monkeypatch.setattr(picker, "lower_costs", fail)
     monkeypatch.setattr(picker, "name_source", fail)
     scheduler = fleet("p1", "p2", "d1", "d2", rate=None)
     serve(scheduler, make_demand(4200, prefix=CHAIN))

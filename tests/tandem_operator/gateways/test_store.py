@@ -56,6 +56,7 @@ def test_every_worker_has_a_holder_that_starts_before_it_and_ends_after_it() -> 
     for role in plan.worker_roles:
         store = worker_config(plan, role).kv.store
         assert store is not None
+        assert store.given_bytes == 1024 << 20
         assert f"--port={store.port}" in holder(plan, f"-{role.value}")["args"]
 
 

@@ -225,12 +225,6 @@ class KVStore(Authored):
     the etcd, several with `;` between them, by which one of several masters takes over from another. Without it the
     model gets one of its own."""
 
-    @model_validator(mode="after")
-    def _disk_is_larger(self) -> KVStore:
-        if self.disk is not None and parse_quantity(self.disk) <= parse_quantity(self.memory):
-            raise ValueError(f"disk {_SMALL_STORE_DISK}")
-        return self
-
 
 class KV(Authored):
     model_config = ConfigDict(

@@ -34,7 +34,7 @@ from tandem_gateway.upstream.engines import build_engines
 from tandem_gateway.upstream.engines.contract import Kinds
 from tandem_gateway.workers.credentials import Credentials
 from tandem_gateway.workers.links import NativeLinks
-from tandem_gateway.workers.telemetry import describe_cache, describe_pulls
+from tandem_gateway.workers.telemetry import describe_cache, describe_pulls, describe_share
 from tandem_gateway.workers.upstreams import Upstreams
 
 UNAUTHORIZED_LOG_SECONDS = 10.0
@@ -162,6 +162,7 @@ class Gateway:
             kv_tokens=kv_tokens,
             prompts=sample.prompts,
             pull_rate=describe_pulls(sample),
+            share=describe_share(sample),
         )
 
     def _on_drain(self, worker: Worker) -> None:
@@ -287,3 +288,4 @@ def _learn(estimator: Estimator, exchange: ExchangeState) -> None:
         cached = find_cached(usage)
         if cached is not None and exchange.choice is not None:
             estimator.learn_cached(prompt_tokens=prompt, expected=exchange.choice.known_tokens, cached=cached)
+            exchange.choice.learn_stored(cached)

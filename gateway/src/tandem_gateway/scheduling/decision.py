@@ -51,6 +51,7 @@ def describe_choice(choice: Choice) -> dict[str, object]:
         "prefill": prefills,
         "source": None if choice.source is None else choice.source.worker.name,
         "pulledTokens": choice.pulled_tokens,
+        "storedTokens": choice.stored_tokens,
         "converted": choice.conversion is not None and choice.conversion.converted,
         "revision": choice.decode.worker.revision,
         "why": why,

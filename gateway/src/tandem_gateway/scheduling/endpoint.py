@@ -19,6 +19,7 @@ from tandem_api.names import Role
 from tandem_gateway.scheduling.health import WANTED, Health
 from tandem_gateway.scheduling.own_prompts import OwnPrompts
 from tandem_gateway.scheduling.speed import Speed
+from tandem_gateway.scheduling.storing import Store
 
 DECODE_WEIGHT = 0.25
 """Cost of one outstanding output token in prefill tokens: decoding is batched with the prompt chunks and slows them,
@@ -116,7 +117,7 @@ class Endpoint:
     __slots__ = (
         "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
         "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "own", "pool",
-        "prefill_address", "prefill_tokens", "pull_rate", "quiet_since", "requests", "serial", "speed",
+        "prefill_address", "prefill_tokens", "pull_rate", "quiet_since", "requests", "serial", "speed", "store",
         "tokens_per_event", "told", "told_at", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
@@ -148,16 +149,17 @@ class Endpoint:
         self.pull_rate: float | None = None
         """Tokens per second at which it brings blocks that other workers have, and it gives them its own; 0: not known
         yet. None: it does neither."""
+        self.store: Store | None = None
+        """What it shares with the other workers of its build; None: it uses none, or not now."""
         self.speed = Speed()
         self.own = OwnPrompts()
         self.working_since = 0.0
         """When it began with the oldest prompt that is not yet computed."""
         self.owing: dict[Wait, None] = {}
         """Requests that wait for the first sign of an answer that it has a part in, the oldest first."""
-        self.heard_at = 0.0
-        """When it last showed a sign of life, to anybody."""
-        self.quiet_since = 0.0
-        """From when on its silence counts: `heard_at`, or when it was last left out for it, or is probed again."""
+        self.heard_at = self.quiet_since = 0.0
+        """When it last showed a sign of life, to anybody; and from when on its silence counts: that time, or when it
+        was last left out for it, or is probed again."""
         self.gap = 0.0
         """Seconds: the longest that it was lately silent while it owed something, and alive all the same."""
         self.deserted = 0

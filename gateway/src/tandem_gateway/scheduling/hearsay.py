@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.shared import Holders, Holding, merge
+from tandem_gateway.scheduling.storing import Store
 
 GENERATION = 1 << 15
 """Names remembered, and as many older ones: about 16 MB together."""
@@ -61,9 +62,16 @@ class Hearsay:
             holders = merge(holders, (holding,), (holding.endpoint,))
         self._young[entry] = holders
 
-    def match(self, chain: list[int], known: int, chunk_tokens: float, found: dict[Endpoint, int]) -> None:
+    def match(
+        self,
+        chain: list[int],
+        known: int,
+        chunk_tokens: float,
+        found: dict[Endpoint, int],
+        stored: dict[Store, int],
+    ) -> None:
         """Put who was sent most of this prompt into `found`, with the tokens, where that is more than `known` chunks,
-        which this gateway has sent somewhere itself."""
+        which this gateway has sent somewhere itself; and into `stored` the stores that have it then."""
         young, old = self._young, self._old
         if not young:
             return
@@ -73,6 +81,9 @@ class Hearsay:
             if not holders:
                 continue
             tokens = int(depth * chunk_tokens)
+            for holding in holders:
+                if holding.store is not None and holding.is_stored() and stored.get(holding.store, 0) < tokens:
+                    stored[holding.store] = tokens
             alive = [holding.endpoint for holding in holders if holding.alive()]
             for endpoint in alive:
                 if found.get(endpoint, 0) < tokens:

@@ -24,8 +24,9 @@ from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint
 from tandem_gateway.scheduling.pool import Pool
-from tandem_gateway.scheduling.pulling import MIN_TOKENS, find_source, weigh_pulls, weigh_time
+from tandem_gateway.scheduling.pulling import MIN_TOKENS, find_source, lower_costs, weigh_loading, weigh_time
 from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.storing import Store
 
 SLACK = 0.25
 """Share of the pool's mean load."""
@@ -47,6 +48,7 @@ MAX_PREFILL = 3
 
 _NOBODY: list[Endpoint] = []
 _NO_COSTS: Mapping[Endpoint, float] = {}
+_NOTHING: Mapping[Store, int] = {}
 
 
 @dataclass(slots=True)
@@ -75,9 +77,19 @@ class Choice:
     pulled_tokens: int = 0
     """Estimated tokens that are, which count as cached."""
     pulled_work: int = 0
-    """The time that those take, in tokens that the worker computes in it."""
+    """The time that those take, and what comes from a store, in tokens that the worker computes in it."""
+    store: Store | None = None
+    """Where a part of the prompt is loaded from that nobody else is named for; None: from nowhere."""
+    stored_tokens: int = 0
+    """Estimated tokens that are, which count as cached."""
     conversion: Conversion | None = None
     """Whether the decode endpoint computes the prompt though prefill endpoints are there; None: nobody asked."""
+
+    def learn_stored(self, cached_tokens: int) -> None:
+        """From the `usage` of the answer: how many prompt tokens were cached, beside those that the worker had."""
+        if self.store is not None and self.stored_tokens:
+            had = self.cached_tokens - self.stored_tokens
+            self.store.learn((cached_tokens - had) / self.stored_tokens)
 
 
 @dataclass(slots=True)
@@ -104,13 +116,14 @@ def pick(
     unseen: float,
     now: float,
     excluded: Collection[str],
+    stored: Mapping[Store, int] = _NOTHING,
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `unseen` the
-    share of the rest that a session's home is taken to have all the same. `turn` stands for a request that has no
-    `seed`. In a revision without prefill endpoints decode workers compute prompts themselves; one whose engine cannot
-    serves nobody there.
+    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `stored` those
+    in stores, `unseen` the share of the rest that a session's home is taken to have all the same. `turn` stands for a
+    request that has no `seed`. In a revision without prefill endpoints decode workers compute prompts themselves; one
+    whose engine cannot serves nobody there.
     """
     offers: list[Offer] = []
     for group in groups:
@@ -132,14 +145,16 @@ def pick(
                 excluded,
                 RECOMPUTE_WEIGHT,
                 source,
+                stored,
             )
             if prefill is not None:
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
         source = None if prefills else source
         decode, own = _rank(
-            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight, source
-        )
+            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight, source,
+            _NOTHING if prefills else stored,
+        )  # fmt: skip
         if decode is not None and (prefills or demand.local or not decode.worker.needs_prefill):
             offers.append((cost + own[decode], prefills, decode, group, costs, own))
     if not offers:
@@ -156,7 +171,26 @@ def pick(
     choice = Choice(decode, prefills, prompt - hit, hit, known, offers)
     if computing.pull_rate is not None and (cached or shared is not None):
         name_source(choice, cached, shared, shared_tokens, excluded)
+    if stored:
+        count_stored(choice, stored)
     return choice
+
+
+def count_stored(choice: Choice, stored: Mapping[Store, int]) -> None:
+    """Count what the worker that computes the prompt loads from its store, beside what it has or is named for."""
+    choice.store, choice.stored_tokens = None, 0
+    computing = choice.prefill[0] if choice.prefill else choice.decode
+    store = computing.store
+    if store is None or (time := weigh_loading(computing, store)) >= 1:
+        return
+    missing = min(stored.get(store, 0), choice.uncached_tokens + choice.cached_tokens) - choice.cached_tokens
+    if missing < MIN_TOKENS:
+        return
+    choice.store, choice.stored_tokens = store, missing
+    choice.pulled_work += int(missing * time)
+    choice.uncached_tokens -= missing
+    choice.cached_tokens += missing
+    choice.known_tokens = max(choice.known_tokens, choice.cached_tokens)
 
 
 def name_source(
@@ -251,9 +285,11 @@ def _rank(
     excluded: Collection[str],
     weight: float,
     source: tuple[Endpoint, int] | None,
+    stored: Mapping[Store, int],
 ) -> tuple[Endpoint | None, dict[Endpoint, float]]:
     """The best candidate, and what each costs. `grows`: homes count as if they had `shared`, so that they get it.
-    `source`: who has most of the prompt, and how much, for those to bring that compute it."""
+    `source`: who has most of the prompt, and how much, and `stored` what stores have of it, for those to bring that
+    compute it."""
     if not pool.available:
         return None, {}
     prompt = demand.prompt_tokens
@@ -273,8 +309,8 @@ def _rank(
     if unseen and homes:
         known = count_cached(homes[0], cached, shared, shared_tokens)
         costs[homes[0]] -= unseen * weight * max(0, prompt - known)
-    if source is not None:
-        weigh_pulls(costs, source, prompt, weight)
+    if source is not None or stored:
+        lower_costs(costs, source, stored, prompt, weight)
     for endpoint in costs:
         if endpoint.prefill_tokens or endpoint.told:  # its load, less what it has probably computed of its prompts
             costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens

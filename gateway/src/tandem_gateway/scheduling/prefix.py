@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.shared import DECAY, Holders, Holding, SharedPrefix, merge
+from tandem_gateway.scheduling.storing import Store
 
 CHUNK_BYTES = 1024
 """About 256 tokens of English. Smaller chunks see shorter shared prefixes at a higher price per prompt."""
@@ -128,6 +129,28 @@ class PrefixIndex:
             depth -= step
         return found
 
+    def match_stored(self, chain: list[int], depth: int, chunk_tokens: float, most: int) -> dict[Store, int]:
+        """For each of `most` stores the tokens of this prompt that are in it. `depth`: what `locate` found. O(log n).
+
+        Who holds an entry in memory need not be there any more: whoever put it into the store.
+        """
+        found: dict[Store, int] = {}
+        young, old = self._young, self._old
+        step = 0
+        last: Holders | None = None
+        while depth > 0 and len(found) < most:
+            entry = chain[depth - 1]
+            holders = young.get(entry) or old.get(entry) or ()
+            if holders is not last:
+                last = holders
+                for holding in holders:
+                    store = holding.store
+                    if store is not None and store not in found and holding.is_stored():
+                        found[store] = int(depth * chunk_tokens)
+            step += step or 1
+            depth -= step
+        return found
+
     def find_depth(self, chain: list[int]) -> int:
         """How many leading entries are known: a binary search, since none is known below an unknown one."""
         young, old = self._young, self._old
@@ -164,7 +187,8 @@ class PrefixIndex:
         if 0 < known < len(chain):
             shared = self._count_branch(chain[known - 1], known, shared)
         young, old = self._young, self._old
-        news: Holders = tuple([Holding(endpoint, now, shared) for endpoint in endpoints])
+        stored_at = self._find_stored(chain[known - 1], endpoints[-1].store) if known else None
+        news: Holders = tuple([Holding(endpoint, now, shared, stored_at) for endpoint in endpoints])
         self.prompts += 1
         self._weight = self._weight * DECAY + 1
         self.share(shared, news)
@@ -182,6 +206,15 @@ class PrefixIndex:
                 before, after = holders, merge(holders, news, endpoints)
             young[entry] = after
         return news[-1]
+
+    def _find_stored(self, entry: int, store: Store | None) -> int | None:
+        """How much the store had taken in when what ends with this entry was put there; None: it was not."""
+        if store is None:
+            return None
+        holders = self._young.get(entry) or self._old.get(entry) or ()
+        return max(
+            (each.stored_at for each in holders if each.store is store and each.stored_at is not None), default=None
+        )
 
     def match_session(self, seed: int, prompt: bytes) -> list[tuple[Endpoint, int]]:
         """Who holds how many tokens of a prompt that is too short for chunks: those of its session's last one, where it

@@ -1,4 +1,5 @@
-"""Blocks that a worker brings from another one instead of computing them: who is named for that, and what it costs.
+"""Blocks that a worker brings from another one, or from a store, instead of computing them: who is named for that, and
+what it costs.
 
 Workers tell at which rate such blocks come. To who computes prompts slowly, or has a fast network, a token that is
 brought costs next to nothing; where computing is as fast nobody is named.
@@ -12,6 +13,7 @@ from itertools import islice
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.storing import Store
 
 COPY_WEIGHT = 0.25
 """Cost of a token that is brought, in computed ones, beside its time: a second copy pushes another out of a cache, from
@@ -70,3 +72,49 @@ def weigh_pulls(costs: dict[Endpoint, float], source: tuple[Endpoint, int], prom
         time = weigh_time(endpoint)
         if missing >= MIN_TOKENS and time < 1:
             costs[endpoint] = min(cost, weight * rest + missing * (time + COPY_WEIGHT))
+
+
+def weigh_loading(endpoint: Endpoint, store: Store) -> float:
+    """What a token that is believed to be in the store takes this worker, in the time that it computes one."""
+    rate, speed = store.find_rate(endpoint), endpoint.speed.value
+    time = speed / rate if rate and speed else USUAL_WEIGHT
+    return store.found * min(1.0, time) + 1 - store.found
+
+
+def lower_costs(
+    costs: dict[Endpoint, float],
+    source: tuple[Endpoint, int] | None,
+    stored: Mapping[Store, int],
+    prompt_tokens: int,
+    weight: float,
+) -> None:
+    """Lower the costs of candidates that had better bring what `source` has, or load what is `stored`, as `weigh_pulls`
+    and `weigh_stored` do; whichever costs less."""
+    plain = costs.copy() if source is not None and stored else costs
+    if source is not None:
+        weigh_pulls(costs, source, prompt_tokens, weight)
+    if stored:
+        weigh_stored(costs, plain, stored, prompt_tokens, weight)
+
+
+def weigh_stored(
+    costs: dict[Endpoint, float],
+    plain: Mapping[Endpoint, float],
+    stored: Mapping[Store, int],
+    prompt_tokens: int,
+    weight: float,
+) -> None:
+    """Lower the costs of candidates that had better load what is `stored`, in tokens by store. `plain`: `weight` for
+    every token that a candidate lacks, and no queues yet; `costs` may be the same, or lower."""
+    for endpoint, cost in plain.items():
+        store = endpoint.store
+        held = 0 if store is None else stored.get(store, 0)
+        if store is None or not held:
+            continue
+        rest = max(0, prompt_tokens - held)  # what it is taken to have may be counted in other tokens
+        missing = cost / weight - rest
+        time = weigh_loading(endpoint, store)
+        if missing >= MIN_TOKENS and time < 1:
+            # A token that is not there after all costs its place in a queue besides, as any that is computed.
+            place = store.found * COPY_WEIGHT + (1 - store.found) * (weight - 1)
+            costs[endpoint] = min(costs[endpoint], weight * rest + missing * (time + place))

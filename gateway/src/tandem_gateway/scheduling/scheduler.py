@@ -18,11 +18,12 @@ from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.outliers import SILENT_SECONDS, check
-from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, name_source, pick
+from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, count_stored, name_source, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
 from tandem_gateway.scheduling.shared import Holding, SharedPrefix
+from tandem_gateway.scheduling.storing import Share, Store, Stores
 
 CHECK_SECONDS = 1.0
 """Between two looks for workers that are silent or slow."""
@@ -72,6 +73,7 @@ class Scheduler:
         self._groups: tuple[_Groups, _Groups] = ({}, {})
         """Pools by revision and engine, so that no pair has workers of two: everybody's but the canary's, and the
         canary's."""
+        self._stores = Stores()
         self._out: list[tuple[float, int, Endpoint]] = []
         """Who is left out, by the end of the pause. Entries of the past are skipped."""
         self._checked_at = 0.0
@@ -90,6 +92,7 @@ class Scheduler:
         left = [endpoint for name, endpoint in self.endpoints.items() if wanted.get(name) != endpoint.worker]
         for endpoint in left:
             endpoint.gone = True
+            self._stores.apply(endpoint, None)
             del self.endpoints[endpoint.worker.name]
             if endpoint.pool is not None:
                 endpoint.pool.remove(endpoint)
@@ -160,6 +163,7 @@ class Scheduler:
         cached: dict[Endpoint, int] = {}
         shared: SharedPrefix | None = None
         shared_tokens = 0
+        stored: dict[Store, int] = {}
         if chain:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
             depth = 0
@@ -169,7 +173,8 @@ class Scheduler:
                 shared_tokens = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
             cached = self.index.match(chain, depth, tokens, known)
-            self.hearsay.match(chain, known, tokens, cached)
+            stored = self.index.match_stored(chain, known, tokens, len(self._stores))
+            self.hearsay.match(chain, known, tokens, cached, stored)
         if len(chain) < SHORT_CHUNKS and seed and demand.prompt_tokens >= SLACK_TOKENS:
             for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
@@ -182,13 +187,15 @@ class Scheduler:
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
                 choice = pick(
-                    groups.values(), demand, seed, cached, self._turn, shared, shared_tokens, unseen, now, excluded
-                )
+                    groups.values(), demand, seed, cached, self._turn, shared, shared_tokens, unseen, now, excluded,
+                    stored,
+                )  # fmt: skip
                 if choice is not None:
                     if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
                         reconsider(choice, demand, cached, shared, shared_tokens, self.terms, now)
                         if not choice.prefill:
                             name_source(choice, cached, shared, shared_tokens, excluded)
+                            count_stored(choice, stored)
                     return choice
         return None
 
@@ -224,7 +231,7 @@ class Scheduler:
             now=now,
             stream=demand.stream,
             conversion=choice.conversion,
-            pulls=choice.pulled_tokens > 0,
+            pulls=choice.pulled_tokens > 0 or choice.stored_tokens > 0,
         )
         if prefill.told:
             prefill.add_told(work, now)
@@ -247,7 +254,7 @@ class Scheduler:
         """The worker answers the request: remember where its prefix now is, until its end in use."""
         decode = choice.decode
         prefill = choice.prefill[0] if choice.prefill else decode
-        written = choice.uncached_tokens + choice.pulled_tokens
+        written = choice.uncached_tokens + choice.pulled_tokens + choice.stored_tokens
         decode.kv_written += written
         both = (decode,)
         if prefill is not decode:
@@ -270,20 +277,25 @@ class Scheduler:
         kv_tokens: int | None = None,
         prompts: Iterable[str] = (),
         pull_rate: float | None = None,
+        share: Share | None = None,
     ) -> None:
         """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, until when its
         cache has forgotten what was last used (by the clock of `now`), how many tokens fit into that, the names of
-        prompts that it has begun lately, and at how many tokens per second it brings blocks of other workers: 0 where
-        that is not known yet, None where it brings none.
+        prompts that it has begun lately, at how many tokens per second it brings blocks of other workers: 0 where
+        that is not known yet, None where it brings none; and its part in a store, None where it uses none.
         """
+        room = self._stores.tokens
+        self._stores.apply(endpoint, share)
         endpoint.pull_rate = pull_rate if endpoint.worker.kv_address else None
         endpoint.tell(min(queued_tokens, MOST_OTHERS), now)
         for name in prompts:
             self._hear(endpoint, name, now)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
-        if kv_tokens and kv_tokens != endpoint.kv_tokens:
+        resized = kv_tokens and kv_tokens != endpoint.kv_tokens
+        if kv_tokens:
             endpoint.kv_tokens = kv_tokens
+        if resized or self._stores.tokens != room:
             self._size_index()
 
     def _hear(self, endpoint: Endpoint, name: str, now: float) -> None:
@@ -295,6 +307,7 @@ class Scheduler:
         if self.hearsay.knows(entry, endpoint) or self.index.holds(entry, endpoint):
             return
         holdings = [Holding(endpoint, now)]
+        holdings[0].note_stored()
         helper = self.endpoints.get(prefill) if prefill else None
         if helper is not None:
             holdings.append(Holding(helper, now))
@@ -320,12 +333,13 @@ class Scheduler:
 
     def miss(self, endpoint: Endpoint) -> None:
         """A worker has told nothing for a while: what was in its queue is not known any more, nor whether it still
-        gives blocks away."""
+        gives blocks away and uses a store."""
         endpoint.charge(0, 0, -endpoint.others)
         endpoint.told, endpoint.pull_rate = 0.0, None
+        self._stores.apply(endpoint, None)
 
     def _size_index(self) -> None:
-        tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
+        tokens = self._stores.tokens + sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
         self.index.resize(tokens * self.estimator.bytes_per_token)
 
     # health

@@ -27,14 +27,29 @@ MAX_HOLDERS = 4
 class Holding:
     """One endpoint's copy of a prompt: when it was last used, and how much its cache had taken in by then."""
 
-    __slots__ = ("endpoint", "shared", "used_at", "written")
+    __slots__ = ("endpoint", "shared", "store", "stored_at", "used_at", "written")
 
-    def __init__(self, endpoint: Endpoint, now: float, shared: SharedPrefix | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, now: float, shared: SharedPrefix | None = None, stored_at: int | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.used_at = now
         self.written = endpoint.kv_written
         self.shared = shared
         """The longest part of it that many prompts begin with, as far as was known then."""
+        self.store = endpoint.store
+        """Where the worker puts it besides, once no request has it in use."""
+        self.stored_at = stored_at
+        """How much the store had taken in when that was; None: it is yet to be."""
+
+    def note_stored(self) -> None:
+        """The request that had it in use has ended."""
+        if self.store is not None:
+            self.stored_at = self.store.written
+
+    def is_stored(self) -> bool:
+        """Whether it is in the store, whatever has become of the worker."""
+        return self.store is not None and self.stored_at is not None and self.store.has(self.stored_at)
 
     def alive(self) -> bool:
         """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""

@@ -18,7 +18,7 @@ from itertools import count
 from pydantic import ValidationError
 from tandem_api.telemetry import MOST, WorkerTelemetry
 
-from tandem_gateway.scheduling import Worker
+from tandem_gateway.scheduling import Share, Worker
 from tandem_gateway.upstream.asking import Asker
 from tandem_gateway.upstream.base import Failure
 
@@ -57,12 +57,12 @@ def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
     """When what a worker has forgotten was last used (unix seconds; 0: it has forgotten nothing), and how many tokens'
     blocks it has room for; None: it does not tell.
 
-    What memory gives up stays in a tier that is in use, until that gives it up too.
+    What memory gives up stays in a tier of its own that is in use, until that gives it up too.
     """
     if not sample.kv_block_size:
         return sample.kv_eviction_horizon, None
     tokens = min(MOST, sample.kv_blocks_total * sample.kv_block_size)
-    tiers = [tier for tier in sample.kv_tiers if tier.reason is None and tier.capacity_tokens]
+    tiers = [tier for tier in sample.kv_tiers if tier.reason is None and tier.capacity_tokens and tier.tier != "store"]
     if not tiers:
         return sample.kv_eviction_horizon, tokens
     horizon = min(sample.kv_eviction_horizon, *(tier.horizon for tier in tiers))
@@ -75,6 +75,15 @@ def describe_pulls(sample: WorkerTelemetry) -> float | None:
     for tier in sample.kv_tiers:
         if tier.tier == "peer" and tier.reason is None:
             return tier.tokens_per_second or 0.0
+    return None
+
+
+def describe_share(sample: WorkerTelemetry) -> Share | None:
+    """A worker's part in the store that it shares with others; None: it uses none now."""
+    for tier in sample.kv_tiers:
+        if tier.tier == "store" and tier.reason is None:
+            computed = sample.computed_prompt_tokens_total or 0
+            return Share(tier.tokens_per_second or 0.0, tier.capacity_tokens, computed)
     return None
 
 

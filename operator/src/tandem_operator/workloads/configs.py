@@ -11,7 +11,7 @@ import hashlib
 
 from tandem_api import names
 from tandem_api.changes import followed_fields
-from tandem_api.crd.engine import KVDisk
+from tandem_api.crd.engine import KVDisk, KVStore
 from tandem_api.launch import (
     MAX_HELD_BYTES,
     ClientTLS,
@@ -78,7 +78,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             verify=spec.kv.verify,
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),
-            store=None if spec.kv.store is None else KVStoreConfig(),
+            store=_kv_store(spec.kv.store),
             transport="Mooncake" if transport_of(blueprint) == "Mooncake" else "TCP",
             measure_transports=transport_of(blueprint) == "Auto",
             allow_fallback=spec.kv.allow_fallback,
@@ -163,6 +163,12 @@ def _kv_disk(disk: KVDisk | None) -> KVDiskConfig | None:
         write_through=disk.write_through,
         max_daily_writes=None if most is None else int(parse_quantity(most)),
     )
+
+
+def _kv_store(store: KVStore | None) -> KVStoreConfig | None:
+    if store is None:
+        return None
+    return KVStoreConfig(given_bytes=int(parse_quantity(store.disk or store.memory)))  # a disk takes what memory has
 
 
 def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:

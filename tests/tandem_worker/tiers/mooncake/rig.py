@@ -26,6 +26,7 @@ class StoreRig(Rig):
         prefill_rate: float = 1.0,
         retry_seconds: float = 0.3,
         notes: Path | None = None,
+        given_bytes: int = 0,
         **kw: Any,
     ) -> None:
         """`prefill_rate`: tokens per second that computing is taken to be; so slow that no load is ever late."""
@@ -34,8 +35,9 @@ class StoreRig(Rig):
         self.engine._scheduler.hooks.prefill_rate = lambda: prefill_rate
         memory = open_memory(self.engine.kv_cache)
         self.tier = StoreTier(
-            address, key, memory, BLOCK_SIZE, environment=plan_environment(), retry_seconds=retry_seconds, notes=notes
-        )
+            address, key, memory, BLOCK_SIZE, environment=plan_environment(), retry_seconds=retry_seconds, notes=notes,
+            given_bytes=given_bytes,
+        )  # fmt: skip
         cold = self.tier.plan_cold_blocks(num_blocks)
         self.tier.bind(self.engine.open_desk(self.tier, cold_blocks=cold, fence=memory.fence))
         self.tier.start()

@@ -16,6 +16,7 @@ from tandem_worker.tiers.format import TierKey
 
 from tests.mooncake.processes import Program, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
+from tests.tandem_worker.engine.rig import BLOCK_SIZE
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
 from tests.tandem_worker.tiers.rig import KEY, wait_until
 
@@ -47,6 +48,17 @@ def test_what_one_worker_computed_another_one_loads(address: str) -> None:
     assert second.engine.stats().cached_tokens_total == 40
     first.close()
     second.close()
+
+
+def test_it_tells_gateways_how_fast_it_loads_and_for_how_much_its_pod_makes_room(address: str) -> None:
+    rig, silent = StoreRig(address, given_bytes=64 << 20), StoreRig(address)
+    stats, slot_bytes = rig.tier.stats(), rig.tier._slots.geometry.slot_bytes
+    assert stats.tokens_per_second is not None
+    assert stats.tokens_per_second > 0
+    assert 0.8 * (64 << 20) < stats.capacity_tokens // BLOCK_SIZE * slot_bytes < 0.9 * (64 << 20)
+    assert silent.tier.stats().capacity_tokens == 0
+    rig.close()
+    silent.close()
 
 
 def test_a_follow_up_finds_the_answer_too(address: str) -> None:

@@ -142,7 +142,8 @@ def _build_store(engine: EngineCore, config: WorkerConfig, key: TierKey, pod: Po
     assert wanted is not None
     memory, block_size = _choose_feed(engine, config)[0], engine.kv_cache.spec.block_size
     notes = Path(wanted.notes_path)
-    return StoreTier(f"{pod.pod_ip}:{wanted.port}", key, memory, block_size, runtime.vitals, notes=notes)
+    address, given = f"{pod.pod_ip}:{wanted.port}", wanted.given_bytes
+    return StoreTier(address, key, memory, block_size, runtime.vitals, notes=notes, given_bytes=given)
 
 
 def _build_peers(

@@ -51,6 +51,8 @@ RESTART_AFTER = 4
 again. What hangs because of another holder, or of the master, does so for less."""
 NUM_READERS = 2
 """One waits for the helper while the other verifies; more than that only wait for each other."""
+FILLED = 0.85
+"""Share of the memory given that has blocks: Mooncake gives 5% of it up at a time, when 90% are in use."""
 ASK_SHARE = 0.5
 """Share of the time after which a load that brings nothing is cut: looking up and loading together take no longer."""
 
@@ -69,9 +71,11 @@ class StoreTier:
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = RETRY_SECONDS,
         notes: Path | None = None,
+        given_bytes: int = 0,
     ) -> None:
         """`address`: host:port of the node's `mooncake_client`; `block_size`: tokens per block; `environment`: of the
-        helper process; `notes`: folder where that client's container says what is wrong with it."""
+        helper process; `notes`: folder where that client's container says what is wrong with it; `given_bytes`: what
+        that client gives to the store, 0 where it is not said."""
         geometry = plan_geometry(memory.layer_bytes, 0)
         piece = plan_most_slots(geometry)
         self._client = MooncakeClient(address, (NUM_READERS + 2) * piece * geometry.slot_bytes, environment)
@@ -80,6 +84,7 @@ class StoreTier:
         self._notes = None if notes is None else Notes(notes)
         self._unanswered = 0
         self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
+        self._room_tokens = int(given_bytes * FILLED) // geometry.slot_bytes * block_size
         self._counters = Counters(block_size, tier="store")
         self.health = TierHealth("store")
         self.health.on_off = self._go_off
@@ -147,9 +152,12 @@ class StoreTier:
 
     def stats(self) -> TierStats:
         """Any thread."""
-        cause = self.health.cause
+        cause, rate = self.health.cause, self._pool.rate
+        per_token = self._slots.geometry.slot_bytes / self._block_size
         return replace(
             self._counters.read(),
+            capacity_tokens=self._room_tokens,
+            tokens_per_second=None if rate is None else rate * NUM_READERS / per_token,
             reason=None if cause is None else cause.reason,
             message="" if cause is None else cause.message,
             stored_tokens=len(self._slots) * self._block_size,
