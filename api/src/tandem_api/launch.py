@@ -42,6 +42,10 @@ PackedForm = Literal["Fixed", "Archive"]
 """How a downloaded checkpoint is kept: see `spec.model.cache.pack`."""
 WeightsForm = Literal["Auto", "Plain", "Lossless"]
 """How matrices are kept in memory: see `spec.engine.weights`."""
+KVTransport = Literal["TCP", "Mooncake"]
+"""What moves blocks between workers."""
+WantedKVTransport = Literal["Auto", "TCP", "Mooncake"]
+"""The same as `spec.kv.transport` asks for it."""
 SpeculativeMethod = Literal["Auto", "Off", "Lookup", "Draft"]
 """Who guesses what answers say next: see `spec.engine.speculative.method`."""
 
@@ -107,7 +111,7 @@ class KVConfig(Wire):
     """Pinned host memory of each rank for blocks that its GPU's memory gives up; 0: none."""
     block_size: int = 16
     """Tokens per block."""
-    transport: Literal["TCP", "Mooncake"] = "TCP"
+    transport: KVTransport = "TCP"
     """What moves blocks between workers; TCP carries what is said about it either way."""
     measure_transports: bool = False
     """Move them by Mooncake where both ends have a device that makes it faster, and by `transport` elsewhere. Workers
@@ -127,7 +131,7 @@ class KVConfig(Wire):
     """None: blocks are shared through no store."""
 
     @property
-    def wanted_transport(self) -> Literal["Auto", "TCP", "Mooncake"]:
+    def wanted_transport(self) -> WantedKVTransport:
         """As `spec.kv.transport` says it."""
         return "Auto" if self.measure_transports else self.transport
 

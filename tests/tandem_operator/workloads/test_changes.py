@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from operator_objects import blueprint
+from pydantic import ValidationError
 from tandem_api.changes import Change, change_of, followed_fields
 from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.launch import GatewayConfig, GatewayRouting
@@ -148,6 +149,8 @@ def replaced(one: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool]:
     return bool(differs & {"m-prefill", "m-decode"}), "m" in differs
 
 
+HONOURED = ("engine.image", "engine.args", "engine.device", "engine.dtype", "engine.maxModelLen")
+"""Fields of `engine` and `kv` that workers of another engine go by."""
 REPLACES = {
     Change.WORKERS: (True, False), Change.GATEWAYS: (False, True), Change.BOTH: (True, True),
     Change.FOLLOWED: (False, False), Change.OPERATOR: (False, False),
@@ -205,3 +208,21 @@ def test_what_workers_follow_makes_no_revision() -> None:
         templates(PLAIN | spec)["revision"] for spec in ({}, busy, busy | {"kv": {"verify": False}})
     )
     assert before == after != other
+
+
+@pytest.mark.parametrize("name", [each for each in LEAVES if each.startswith(("engine.", "kv."))])
+def test_another_engine_honours_a_field_or_refuses_it(name: str) -> None:
+    """What workers of another engine do not read must not be taken in silence."""
+    path = name.split(".")
+    one = PLAIN | {"engine": {"kind": "VLLM"}, "kv": {}}
+    other, value = copy.deepcopy(one), other_value(name, LEAVES[name], None)
+    if value is None or name == "engine.kind":
+        return
+    if (whole := at(FULL, path[:-1])) is not None and len(path) > 2:
+        put(other, path[:-1], copy.deepcopy(whole))  # what is required beside it
+    put(other, path, value)
+    if name not in HONOURED:
+        with pytest.raises(ValidationError, match="engine|is for kv.transport Mooncake"):
+            replaced(one, other)
+    else:
+        assert replaced(one, other) == (True, False)

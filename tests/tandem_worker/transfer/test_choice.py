@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tandem_api.launch import KVConfig
+from tandem_api.launch import KVConfig, WantedKVTransport
 from tandem_worker.transfer import transports as source
-from tandem_worker.transfer.choice import MEASURED_BYTES, Choice, Measured, Policy, Wanted, choose, find_obstacle
+from tandem_worker.transfer.choice import MEASURED_BYTES, Choice, Measured, Policy, choose, find_obstacle
 from tandem_worker.transfer.contract import Identity, Offer
 from tandem_worker.transfer.transports import Transports, open_transports
 
@@ -52,7 +52,7 @@ def rates(mooncake: float | None, tcp: float | None, num_bytes: int = MEASURED_B
     ],
 )
 def test_the_choice(
-    wanted: Wanted, allow: bool, obstacle: str | None, measured: dict[str, Measured], choice: Choice
+    wanted: WantedKVTransport, allow: bool, obstacle: str | None, measured: dict[str, Measured], choice: Choice
 ) -> None:
     assert choose(Policy(wanted=wanted, allow_fallback=allow), obstacle, measured) == choice
 

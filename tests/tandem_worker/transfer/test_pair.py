@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tandem_worker.transfer.channel import Waker
-from tandem_worker.transfer.prefill import session
+from tandem_worker.transfer.prefill import reports
 
 pytestmark = pytest.mark.parametrize("transport", ["TCP", "Mooncake"])
 
@@ -49,8 +49,8 @@ def test_layers_are_sent_before_the_prompt_is_done(held_pair: Any, kit: SimpleNa
 def test_layers_that_are_done_quickly_are_sent_together(
     held_pair: Any, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seconds: float, most: int, wakes: int
 ) -> None:
-    monkeypatch.setattr(session, "_GATHERED_SECONDS", seconds)
-    monkeypatch.setattr(session, "_GATHERED_BYTES", most)
+    monkeypatch.setattr(reports, "_GATHERED_SECONDS", seconds)
+    monkeypatch.setattr(reports, "_GATHERED_BYTES", most)
     held_pair.client.start(held_pair.order(held_pair.serve()))
     name, wake, woken = held_pair.prefill.next_order(), Waker.wake, list[int]()
 

@@ -11,7 +11,15 @@ from tandem_api.crd.authored import Authored
 from tandem_api.crd.fields import Duration, Image, ModelURI, Quantity, Revision
 from tandem_api.crd.model import SecretKey, hub_only
 from tandem_api.engines import EngineKind
-from tandem_api.launch import Device, DType, GenerationSettings, SpeculativeMethod, ToolForm, WeightsForm
+from tandem_api.launch import (
+    Device,
+    DType,
+    GenerationSettings,
+    SpeculativeMethod,
+    ToolForm,
+    WantedKVTransport,
+    WeightsForm,
+)
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 EngineArgument = Annotated[
@@ -254,7 +262,7 @@ class KV(Authored):
         }
     )
 
-    transport: Literal["Auto", "TCP", "Mooncake"] = "Auto"
+    transport: WantedKVTransport = "Auto"
     """How blocks move from prefill to decode workers. `TCP` is Tandem's own; `Mooncake` its Transfer Engine, over RDMA
     where pods have a device for it, else over TCP. `Auto` takes Mooncake where both workers have an RDMA device and it
     measures faster, else TCP."""

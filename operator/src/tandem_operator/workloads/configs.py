@@ -48,7 +48,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
     """What a worker of `role` is told."""
     spec = blueprint.model.spec
     memory = None if spec.kv.memory is None else int(parse_quantity(spec.kv.memory))
-    worker = blueprint.worker_spec(role)
+    worker, transport = blueprint.worker_spec(role), transport_of(blueprint)
     return WorkerConfig(
         model_name=blueprint.name,
         served_name=blueprint.model.served_name,
@@ -79,8 +79,8 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             disk=_kv_disk(spec.kv.disk),
             peers=blueprint.gives_blocks(role),
             store=_kv_store(spec.kv.store),
-            transport="Mooncake" if transport_of(blueprint) == "Mooncake" else "TCP",
-            measure_transports=transport_of(blueprint) == "Auto",
+            transport="TCP" if transport == "Auto" else transport,
+            measure_transports=transport == "Auto",
             allow_fallback=spec.kv.allow_fallback,
         ),
         scheduler=SchedulerConfig(

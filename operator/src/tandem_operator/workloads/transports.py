@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
+from tandem_api.launch import WantedKVTransport
 from tandem_api.names import Role
 
 from tandem_operator.workloads.blueprint import Blueprint
@@ -14,7 +14,7 @@ _RDMA_WORDS = ("rdma", "infiniband", "roce")
 """In names of resources and claims: device plugins are free to choose theirs, and all known ones have one of these."""
 
 
-def transport_of(blueprint: Blueprint) -> Literal["Auto", "TCP", "Mooncake"]:
+def transport_of(blueprint: Blueprint) -> WantedKVTransport:
     """`Auto` is told only to workers that move blocks and could find an RDMA device: for all others it means TCP."""
     wanted = blueprint.model.spec.kv.transport
     return "TCP" if wanted == "Auto" and not (_moves_blocks(blueprint) and _asks_for_rdma(blueprint)) else wanted

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+
+from tandem_api.launch import WantedKVTransport
 
 from tandem_worker.transfer.contract import Offer
 
 TCP, MOONCAKE = "TCP", "Mooncake"
-Wanted = Literal["Auto", "TCP", "Mooncake"]
 
 MEASURED_BYTES = 32 << 20
 """So much has to be moved before a rate is believed."""
@@ -23,7 +23,7 @@ MEASURED_BYTES = 32 << 20
 class Policy:
     """`spec.kv.transport` and `spec.kv.allowFallback`."""
 
-    wanted: Wanted = "Auto"
+    wanted: WantedKVTransport = "Auto"
     allow_fallback: bool = False
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tandem_worker.transfer.channel import Channel
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.fetches import (
     BlockShelf,
@@ -19,6 +20,9 @@ from tandem_worker.transfer.fetches import (
 )
 from tandem_worker.transfer.prefill.quotas import Account
 from tandem_worker.transfer.protocol import FrameKind, encode_text
+
+_LAST_FRAME_SECONDS = 1.0
+"""In which a peer takes what is on its way when its time is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,8 @@ class FetchDesk:
         self._wake, self._clock = wake, clock
         self._open: dict[int, _Open] = {}
         """Fetches by transfer, the oldest first."""
+        self._last_frame: tuple[float, int] | None = None
+        """Until when the peer has to have taken what waited as a fetch of its ended, and the bytes sent by then."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -84,6 +90,25 @@ class FetchDesk:
                 self.cancel(transfer)
                 return [encode_fetched(transfer, entry.fetch.num_given)]
         return None
+
+    def end_late(self, now: float, channel: Channel) -> float | None:
+        """Seconds until the next look; None: there is nothing to look at. A frame that is on its way keeps a buffer
+        here, not for as long as the peer likes. Raises TransferError where it does not take that one either."""
+        late = self.expire(now)
+        if late and channel.has_output:
+            until = now + _LAST_FRAME_SECONDS if self._last_frame is None else self._last_frame[0]
+            self._last_frame = until, channel.bytes_sent + channel.bytes_waiting
+        for frame in late:
+            channel.say(frame)
+        soon = self.next_check(now)
+        if self._last_frame is None:
+            return soon
+        until, end = self._last_frame
+        if channel.bytes_sent >= end:
+            self._last_frame = None
+        elif now >= until:
+            raise TransferError("the peer does not take the blocks that it has asked for")
+        return until - now if soon is None else min(soon, until - now)
 
     def expire(self, now: float) -> list[bytes]:
         """End what nobody wants any more; what to tell the peer."""
