@@ -70,14 +70,19 @@ class Round:
         self._workers = workers
         self._new_tokens = new_tokens
         self.differing = 0
+        self._turns = 0
 
     def once(self, kind: Callable[[int], Ask], concurrency: int, number: int) -> dict[str, float]:
-        """CPU seconds of each worker. Salts are fresh: no earlier answer is known."""
+        """CPU seconds of each worker. Salts are fresh: no earlier answer is known. Each round begins with another
+        worker, for whoever is asked first finds another machine than the rest."""
         asks = [kind(number + place) for place in range(concurrency)]
         salted = [Ask(ask.path, {**ask.body, "cache_salt": os.urandom(8).hex()}) for ask in asks]
         costs: dict[str, float] = {}
         told: list[list[str]] = []
-        for name, worker in self._workers.items():
+        order = list(self._workers.items())
+        first = self._turns % len(order)
+        self._turns += 1
+        for name, worker in [*order[first:], *order[:first]]:
             asyncio.run(answers(worker.port, salted, 1))
             before = worker.cpu_seconds()
             told.append(asyncio.run(answers(worker.port, salted, self._new_tokens)))

@@ -10,6 +10,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
+from tandem_api import names
+from tandem_api.telemetry import Metric
 
 from e2e.model import find_model
 from e2e.suite.fleet import Fleet, smollm2
@@ -195,10 +197,23 @@ def test_bfloat16(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
         predicted = repeat_answer(api, "half")
     if torch.cpu.get_capabilities().get("avx512_bf16"):
         details = predicted.usage.completion_tokens_details
-        assert details.accepted_prediction_tokens > 0, "guesses are on by default, and this one is right"
+        assert details.accepted_prediction_tokens > 0
+        assert count_saved_steps(fleet, "half") > 20, "guesses are on by default, and these are right"
         for pod in fleet.pods("half", "prefill") + fleet.pods("half", "decode"):
             log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", pod["metadata"]["name"], "-c", "worker")
             assert "layers are made of the native backend" in log
+
+
+def count_saved_steps(fleet: Fleet, model: str) -> float:
+    """Guesses of its decode workers that were right."""
+    total = 0.0
+    for pod in fleet.pods(model, "decode"):
+        path = fleet.path("pods", f"{pod['metadata']['name']}:{names.WORKER_METRICS_PORT}") + "/proxy/metrics"
+        lines = fleet.kubernetes.request("GET", path).splitlines()
+        total += sum(
+            float(each.split()[-1]) for each in lines if each.startswith(Metric.WORKER_ACCEPTED_DRAFT_TOKENS_TOTAL)
+        )
+    return total
 
 
 def repeat_answer(api: openai.OpenAI, model: str) -> Any:

@@ -157,4 +157,4 @@ def test_a_choice_that_deceives_is_believed_no_more_and_then_again() -> None:
     for _ in range(15):
         luck.record(0.8, hit=True)
     assert luck.apply(0.8) > 0.75
-    assert luck.apply(0.97) <= 0.98
+    assert luck.apply(0.97) < 1.0, "nothing is certain"

@@ -18,7 +18,7 @@ _MEMORY = 400.0
 """Trials of a kind after which older ones count half."""
 _OWN_DECAY = 0.9
 _OWN_WEIGHT = 2.0
-_HIGHEST = 0.98
+_HIGHEST = 0.995
 
 
 class Rates:
