@@ -50,9 +50,18 @@ def drafted(rig: Any) -> tuple[int, int]:
     return stats.draft_tokens_total["head"], stats.accepted_draft_tokens_total["head"]
 
 
-@pytest.mark.parametrize("kind", ["eagle", pytest.param("3.1", marks=pytest.mark.full)])
-def test_tensor_ranks_guess_what_one_process_guesses(
-    folders: SimpleNamespace, start_group: StartGroup, kind: str
+@pytest.mark.parametrize(
+    ("kind", "parallelism"),
+    [
+        pytest.param("eagle", {"tensor": 2}, id="TP2"),
+        pytest.param("eagle", {"pipeline": 2}, id="PP2"),
+        pytest.param("3.1", {"tensor": 2}, id="TP2, 3.1", marks=pytest.mark.full),
+        pytest.param("3.1", {"pipeline": 3}, id="PP3, 3.1", marks=pytest.mark.full),
+        pytest.param("eagle", {"tensor": 2, "pipeline": 2}, id="TP2xPP2", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_guess_what_one_process_guesses(
+    folders: SimpleNamespace, start_group: StartGroup, kind: str, parallelism: dict[str, int]
 ) -> None:
     with start_group(folders.target) as plain:
         expected = answer(plain)
@@ -60,7 +69,7 @@ def test_tensor_ranks_guess_what_one_process_guesses(
         alone = watch(single)
         assert answer(single) == expected
         rates = [drafted(single)]
-    with start_group(folders.target, drafting(folders.heads[kind]), tensor=2) as group:
+    with start_group(folders.target, drafting(folders.heads[kind]), **parallelism) as group:
         seen = watch(group)
         assert answer(group) == expected
         rates.append(drafted(group))

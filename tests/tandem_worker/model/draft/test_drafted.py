@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DraftedLM:
     folder = tmp_path_factory.mktemp("models")
-    target = load_model(save_target(folder / "target"), device=CPU, dtype=torch.float32)
-    return load_draft(save_head(folder / "head", HeadSpec()), target)
+    target = save_target(folder / "target")
+    model = load_model(target, device=CPU, dtype=torch.float32)
+    return load_draft(save_head(folder / "head", HeadSpec()), model, target)
 
 
 def step(

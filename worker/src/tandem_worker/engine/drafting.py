@@ -48,15 +48,25 @@ class HeadHere:
         self._kv_cache = kv_cache
         self._chains: Chains | None = None
 
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that the head can guess."""
+        return self._model.config.draft_vocab_size
+
     def begin(self, starts: Rows[ChainStart], depth: int) -> None:
-        self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
+        if self._model.head is not None:
+            self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
 
     def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
+        """Of a stage that has no head none, `[0, draft_vocab_size]`."""
+        if self._model.head is None:
+            return torch.empty(0, self.num_guessed)
         assert self._chains is not None, "chains are begun first"
         return self._chains.compute(active, said)
 
     def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
-        self._model.keep_states(rows, blocks, self._kv_cache)
+        if self._model.head is not None:
+            self._model.keep_states(rows, blocks, self._kv_cache)
 
 
 class Drafting:
@@ -66,8 +76,7 @@ class Drafting:
         """`model` was loaded with its head."""
         self._ranks = ranks
         self.block_size = kv_cache.spec.block_size
-        head = as_drafted(model).head
-        self._tokens = torch.arange(head.config.draft_vocab_size) if head.vocabulary is None else head.vocabulary
+        self._tokens = as_drafted(model).vocabulary
 
     def begin(self, places: Rows[Place], depth: int) -> GuessedChains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
