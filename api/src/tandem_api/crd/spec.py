@@ -10,6 +10,7 @@ from tandem_api.base import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
+    LANE_AXES,
     RESTS,
     SAYS_QUEUE,
     SHORTEST_TTL,
@@ -63,8 +64,8 @@ _LONE_DISK = (
     " parallelism at 1"
 )
 _LONE_HEAD = (
-    "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
-    " parallelism at 1"
+    "needs workers whose ranks compute one batch, because expert and data ranks compute no heads yet: leave draft out,"
+    " or leave expert and data parallelism at 1"
 )
 _LONE_STORE = (
     "needs workers of one rank, because the ranks of a group share no blocks through a store yet: leave store out, or"
@@ -149,7 +150,7 @@ class InferenceModelSpec(Authored):
                 ),
                 rule(
                     "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
-                    f" || {is_lone('decode')} && {is_lone('prefill')}",
+                    f" || {is_lone('decode', LANE_AXES)} && {is_lone('prefill', LANE_AXES)}",
                     _LONE_HEAD,
                     path=".engine.speculative.draft",
                 ),
@@ -231,7 +232,7 @@ class InferenceModelSpec(Authored):
     @model_validator(mode="after")
     def _can_draft(self) -> InferenceModelSpec:
         draft = self.engine.speculative.draft
-        if draft is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
+        if draft is not None and any(role.parallelism.expert * role.parallelism.data > 1 for role in self.workers):
             raise ValueError(f"engine.speculative.draft {_LONE_HEAD}")
         return self
 
