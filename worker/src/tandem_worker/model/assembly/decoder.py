@@ -79,6 +79,8 @@ class DecoderLM:
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         if self.inexact is None and build.context.tp_size > 2:
             self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
+        if self.inexact is None and build.context.ep_size > 1:
+            self.inexact = "expert ranks compute the tokens of several lanes together"
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
         self.context = context = build.context
