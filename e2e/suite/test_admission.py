@@ -302,8 +302,8 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
         ({"method": "Auto", "draft": {"uri": "file:///a", "secretRef": {"name": "b"}}}, {}, "of an hf:// repository"),
         (
             {"method": "Auto", "draft": {"uri": "hf://a/b"}},
-            {"decode": {"replicas": 1, "parallelism": {"tensor": 2}}},
-            "needs workers of one rank, because the ranks of a group compute no heads yet",
+            {"decode": {"replicas": 1, "parallelism": {"data": 2}}},
+            "needs workers whose ranks compute one batch, because expert and data ranks compute no heads yet",
         ),
     ],
 )

@@ -3,7 +3,8 @@
 The grammar is that of https://github.com/google/cel-spec, the functions are Kubernetes' own
 (https://kubernetes.io/docs/reference/using-api/cel/): logic, comparison, arithmetic of whole numbers, `has`, `in`,
 `all`, `map`, `size`, `string`, `double`, `matches`, `startsWith`, `endsWith`, `isSorted`, `duration`, `isQuantity`, and
-of quantities `compareTo`, `add`, `isInteger`, `asInteger` and `asApproximateFloat`. What else CEL has is refused when a rule is read.
+of quantities `compareTo`, `add`, `isInteger`, `asInteger` and `asApproximateFloat`. What else CEL has is refused when a
+rule is read.
 
 `self` is a pydantic model, whose fields go by their aliases, or what JSON parses to. A field that is None is absent.
 """

@@ -53,9 +53,8 @@ def test_every_depth_is_that_of_the_reference(head: LearningHead, tmp_path: Path
 
 def test_what_is_published_is_served(head: LearningHead, tmp_path: Path) -> None:
     head.publish(tmp_path / "head")
-    model = load_model(save_target(tmp_path / "target"), device=torch.device("cpu"), dtype=torch.float32)
-    served = load_draft(tmp_path / "head", model).head
-    assert served.vocabulary is not None
+    target = save_target(tmp_path / "target")
+    served = load_draft(tmp_path / "head", load_model(target, device=torch.device("cpu"), dtype=torch.float32), target)
     assert torch.equal(served.vocabulary, head.vocabulary)
 
 

@@ -42,7 +42,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(target: Path, head: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return load_draft(head, load_model(target, device=torch.device("cpu"), dtype=dtype))
+    return load_draft(head, load_model(target, device=torch.device("cpu"), dtype=dtype), target)
 
 
 class Seen(dict[tuple[int, ...], Guess]):

@@ -40,7 +40,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
     def load(*, with_head: bool = True) -> CausalLM:
         model = load_model(target, device=torch.device("cpu"), dtype=torch.bfloat16)
-        return load_draft(head, model) if with_head else model
+        return load_draft(head, model, target) if with_head else model
 
     return load
 

@@ -120,7 +120,7 @@ def run_group(
 
     def load(context: ParallelContext = SINGLE) -> CausalLM:
         model = load_model(path, device=CPU, dtype=torch.float32, context=context)
-        return model if draft is None else load_draft(draft, model)
+        return model if draft is None else load_draft(draft, model, path)
 
     if config.group.parallelism.num_ranks == 1:
         out = Collector()

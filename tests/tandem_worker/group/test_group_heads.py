@@ -50,9 +50,18 @@ def drafted(rig: Any) -> tuple[int, int]:
     return stats.draft_tokens_total["head"], stats.accepted_draft_tokens_total["head"]
 
 
-@pytest.mark.parametrize("kind", ["eagle", pytest.param("3.1", marks=pytest.mark.full)])
-def test_tensor_ranks_guess_what_one_process_guesses(
-    folders: SimpleNamespace, start_group: StartGroup, kind: str
+@pytest.mark.parametrize(
+    ("kind", "parallelism"),
+    [
+        pytest.param("eagle", {"tensor": 2}, id="TP2"),
+        pytest.param("eagle", {"pipeline": 2}, id="PP2"),
+        pytest.param("3.1", {"tensor": 2}, id="TP2, 3.1", marks=pytest.mark.full),
+        pytest.param("3.1", {"pipeline": 3}, id="PP3, 3.1", marks=pytest.mark.full),
+        pytest.param("eagle", {"tensor": 2, "pipeline": 2}, id="TP2xPP2", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_guess_what_one_process_guesses(
+    folders: SimpleNamespace, start_group: StartGroup, kind: str, parallelism: dict[str, int]
 ) -> None:
     with start_group(folders.target) as plain:
         expected = answer(plain)
@@ -60,7 +69,7 @@ def test_tensor_ranks_guess_what_one_process_guesses(
         alone = watch(single)
         assert answer(single) == expected
         rates = [drafted(single)]
-    with start_group(folders.target, drafting(folders.heads[kind]), tensor=2) as group:
+    with start_group(folders.target, drafting(folders.heads[kind]), **parallelism) as group:
         seen = watch(group)
         assert answer(group) == expected
         rates.append(drafted(group))
@@ -74,7 +83,11 @@ def test_tensor_ranks_guess_what_one_process_guesses(
     assert kind != "eagle" or rates[1][1] > 3
 
 
-@pytest.mark.parametrize("parallelism", [{"tensor": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "parallelism",
+    [{"data": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("tensor", "pipeline"))],
+    ids=str,
+)
 def test_groups_check_guesses_by_text(
     folders: SimpleNamespace, start_group: StartGroup, parallelism: dict[str, int]
 ) -> None:
@@ -87,12 +100,13 @@ def test_groups_check_guesses_by_text(
         assert accepted["history"] + accepted["text"] > 50
 
 
-def test_expert_and_data_ranks_do_not_guess_yet(
-    checkpoints: dict[str, Path], start_group: StartGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    with start_group(checkpoints["llama"], SpeculativeConfig(method="Lookup"), data=2) as group:
-        group.answer([[1, 2, 3]])
-        assert not group.engine.stats().draft_tokens_total
-    (told,) = (record for record in caplog.records if record.message == "speculation is off")
-    assert told.levelname == "WARNING"
-    assert "expert and data ranks" in told.__dict__["why"]
+@pytest.mark.full
+def test_expert_ranks_check_guesses_each_for_its_lane(checkpoints: dict[str, Path], start_group: StartGroup) -> None:
+    lookup = SpeculativeConfig(method="Lookup", adaptive=False, max_tokens=6)
+    prompts = draw_prompts()
+    with start_group(checkpoints["qwen3_moe"]) as plain:
+        expected = plain.answer(prompts, 12)
+    with start_group(checkpoints["qwen3_moe"], lookup, expert=2) as group:
+        assert group.answer(prompts, 12) == expected
+        assert group.answer(prompts, 12) == expected
+        assert sum(group.engine.stats().accepted_draft_tokens_total.values()) > 20

@@ -30,8 +30,10 @@ def fewest_gpus(role: str) -> str:
     return f"{fewest(role)} * {axes}"
 
 
+LANE_AXES = ("expert", "data")
+"""Their ranks compute batches of their own."""
 BATCH_RANKS = " && ".join(
-    f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
+    f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in LANE_AXES
 )
 
 
@@ -56,6 +58,7 @@ def holds_host_memory(role: str) -> str:
     )
 
 
-def is_lone(role: str) -> str:
-    lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in AXES)
+def is_lone(role: str, axes: tuple[str, ...] = AXES) -> str:
+    """CEL: a role, where it is there, has one rank along these axes."""
+    lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in axes)
     return f"(!has(self.prefill) || {lone})" if role == "prefill" else lone

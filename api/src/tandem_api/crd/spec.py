@@ -11,6 +11,7 @@ from tandem_api.crd.authored import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
+    LANE_AXES,
     RESTS,
     SAYS_QUEUE,
     SHORTEST_TTL,
@@ -71,8 +72,8 @@ _HOST_BEYOND_LIMIT = (
     " resources.limits.memory"
 )
 _LONE_HEAD = (
-    "needs workers of one rank, because the ranks of a group compute no heads yet: leave draft out, or leave"
-    " parallelism at 1"
+    "needs workers whose ranks compute one batch, because expert and data ranks compute no heads yet: leave draft out,"
+    " or leave expert and data parallelism at 1"
 )
 _LONE_STORE = (
     "needs workers of one rank, because the ranks of a group share no blocks through a store yet: leave store out, or"
@@ -170,7 +171,7 @@ class InferenceModelSpec(Authored):
                 ),
                 rule(
                     "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
-                    f" || {is_lone('decode')} && {is_lone('prefill')}",
+                    f" || {is_lone('decode', LANE_AXES)} && {is_lone('prefill', LANE_AXES)}",
                     _LONE_HEAD,
                     path=".engine.speculative.draft",
                 ),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.engine.drafting import Drafting, HeadHere
+from tandem_worker.engine.drafting import Drafting
 from tandem_worker.engine.execute.arena import AllocationCounter
+from tandem_worker.engine.execute.heads import HeadHere
 from tandem_worker.engine.guess.draft import Place
 from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.model.draft.chains import ChainStart
@@ -26,8 +27,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DraftedLM:
     folder = tmp_path_factory.mktemp("models")
-    target = load_model(save_target(folder / "target"), device=CPU, dtype=torch.float32)
-    return load_draft(save_head(folder / "head", HeadSpec()), target)
+    target = save_target(folder / "target")
+    model = load_model(target, device=CPU, dtype=torch.float32)
+    return load_draft(save_head(folder / "head", HeadSpec()), model, target)
 
 
 def step(

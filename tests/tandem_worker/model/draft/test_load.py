@@ -64,7 +64,7 @@ def test_configurations_that_do_not_fit(
     model: CausalLM, folder: Path, tmp_path: Path, config: dict[str, Any], reason: str, message: str
 ) -> None:
     head = save_head(tmp_path / "head", HeadSpec(), **config)
-    for load in (lambda: load_draft(head, model), lambda: check_draft(head, open_checkpoint(folder)[0])):
+    for load in (lambda: load_draft(head, model, head), lambda: check_draft(head, open_checkpoint(folder)[0])):
         with pytest.raises(StartupError, match=message) as refusal:
             load()
         assert refusal.value.reason == reason
@@ -97,7 +97,7 @@ def test_tensors_that_do_not_fit(model: CausalLM, tmp_path: Path, change: Change
     change(tensors)
     head = save_head(tmp_path / "head", HeadSpec(), tensors)
     with pytest.raises(StartupError, match=message) as refusal:
-        load_draft(head, model)
+        load_draft(head, model, head)
     assert refusal.value.reason == reason
     assert str(refusal.value).startswith("The draft head")
 
@@ -105,7 +105,7 @@ def test_tensors_that_do_not_fit(model: CausalLM, tmp_path: Path, change: Change
 def test_a_head_of_another_width_brings_its_embedding(model: CausalLM, tmp_path: Path) -> None:
     head = save_head(tmp_path / "head", HeadSpec(hidden_size=96))
     with pytest.raises(StartupError, match=r"no embed_tokens\.weight, and the model's embedding has 64 elements"):
-        load_draft(head, model)
+        load_draft(head, model, head)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "no folder", "a folder of a model", "a broken file"])
@@ -119,14 +119,14 @@ def test_what_is_no_head_at_all(model: CausalLM, folder: Path, tmp_path: Path, k
         save_head(head, HeadSpec())
         (head / "model.safetensors").write_bytes(b"\x40")
     with pytest.raises(StartupError, match=r"^The draft"):
-        load_draft(head, model)
+        load_draft(head, model, head)
 
 
 def test_a_speculator_of_another_algorithm_is_refused(model: CausalLM, tmp_path: Path) -> None:
     spec = HeadSpec(prefix="layers.0.", nested=True)
     save_head(tmp_path, spec, speculators_model_type="dflash", mask_token_id=3)
     with pytest.raises(StartupError, match=r"speculators_model_type is 'dflash'.*mask_token_id is 3"):
-        load_draft(tmp_path, model)
+        load_draft(tmp_path, model, tmp_path)
     assert head_config(spec)["transformer_layer_config"]["num_hidden_layers"] == 1
 
 
@@ -138,13 +138,14 @@ def test_shards_of_a_head_are_one(model: CausalLM, tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in some}, parts / f"model-0000{number}-of-00002.safetensors")
     (parts / "model.safetensors").unlink()
     states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    rows = [load_draft(each, model).head.enter(torch.tensor([1, 2, 3]), states)[0] for each in (whole, parts)]
+    heads = [load_draft(each, model, each).head for each in (whole, parts)]
+    rows = [head.enter(torch.tensor([1, 2, 3]), states)[0] for head in heads if head is not None]
     assert torch.equal(*rows)
 
 
 def test_blocks_with_a_head_are_other_blocks(model: CausalLM, tmp_path: Path) -> None:
-    drafted = load_draft(save_head(tmp_path / "head", HeadSpec()), model)
-    wide = load_draft(save_head(tmp_path / "wide", HeadSpec(hidden_size=96, own_embedding=True)), model)
+    drafted = load_draft(save_head(tmp_path / "head", HeadSpec()), model, tmp_path)
+    wide = load_draft(save_head(tmp_path / "wide", HeadSpec(hidden_size=96, own_embedding=True)), model, tmp_path)
     layouts = [KVLayout.of(each.kv_cache_spec(16)).fingerprint for each in (model, drafted, wide)]
     assert layouts == [
         "v1/float32/16/7x(2,h2,16,16)",

@@ -21,7 +21,7 @@ from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
-from tandem_worker.engine.speculation import build_speculator
+from tandem_worker.engine.speculation import build_speculators
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM, allocate_kv_cache
@@ -92,7 +92,7 @@ def build_engine(
 
         assert not runs_ahead, "steps of a model with a draft head are finished before the next one is planned"
         drafting = Drafting(model, kv_cache, executor.build_head_ranks())
-    speculator = build_speculator(
+    speculators = build_speculators(
         config.speculative, model, drafting, runs_ahead=runs_ahead, num_lanes=num_lanes, max_rows=max_rows
     )
     engine = EngineCore(
@@ -104,7 +104,7 @@ def build_engine(
         model_digest=model_digest,
         max_queued_requests=config.scheduler.max_queued_requests,
         runs_ahead=runs_ahead,
-        speculator=speculator,
+        speculators=speculators,
         drafting=drafting,
         vitals=vitals,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,

@@ -59,13 +59,13 @@ class EngineCore:
         max_queued_requests: int,
         target_step_seconds: float | None,
         runs_ahead: bool = False,
-        speculator: Speculator | None = None,
+        speculators: Sequence[Speculator] = (),
         drafting: Drafting | None = None,
         vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor, which has neither `speculator` nor `drafting`.
-        `clock` is theirs."""
+        """One scheduler, or one for each lane of a group's executor, which has no `drafting` then. `speculators`: one
+        of each lane, or none. `clock` is the schedulers'."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
@@ -86,7 +86,9 @@ class EngineCore:
                 drafting=drafting,
                 lane=lane,
             )
-            for lane, scheduler in enumerate(schedulers)
+            for lane, (scheduler, speculator) in enumerate(
+                zip(schedulers, speculators or [None] * len(schedulers), strict=True)
+            )
         ]
         self._runner = _join_lanes(lanes, executor)
         self._turns = EngineTurns(

@@ -6,11 +6,11 @@ Imported only where there is a head.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from typing import Protocol
 
 import torch
 
 from tandem_worker.engine.execute.batch import LogitsLayout, Wave
+from tandem_worker.engine.execute.heads import HeadRanks, as_drafted
 from tandem_worker.engine.guess.draft import Draw, Place
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE
 from tandem_worker.engine.sample.host_sampler import find_kept
@@ -19,44 +19,7 @@ from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 from tandem_worker.host.philox import DrawKey
 from tandem_worker.model.contract import CausalLM, KVCache
-from tandem_worker.model.draft.chains import Chains, ChainStart
-from tandem_worker.model.draft.drafted import DraftedLM
-
-
-class HeadRanks(Protocol):
-    """Where a head is computed: here, or on all ranks of a group, which are told of it in its place among the steps."""
-
-    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
-        """Begin chains of up to `depth` guesses; earlier ones end here."""
-        ...
-
-    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
-        """As `Chains.compute`."""
-        ...
-
-    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
-        """As `DraftedLM.keep_states`."""
-        ...
-
-
-class HeadHere:
-    """The share of a head in this process. Satisfies `HeadRanks` for a model of one rank."""
-
-    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
-        """`model` was loaded with its head."""
-        self._model = as_drafted(model)
-        self._kv_cache = kv_cache
-        self._chains: Chains | None = None
-
-    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
-        self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
-
-    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
-        assert self._chains is not None, "chains are begun first"
-        return self._chains.compute(active, said)
-
-    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
-        self._model.keep_states(rows, blocks, self._kv_cache)
+from tandem_worker.model.draft.chains import ChainStart
 
 
 class Drafting:
@@ -66,8 +29,7 @@ class Drafting:
         """`model` was loaded with its head."""
         self._ranks, self._drafted = ranks, as_drafted(model)
         self.block_size = kv_cache.spec.block_size
-        head = self._drafted.head
-        self._tokens = torch.arange(head.config.draft_vocab_size) if head.vocabulary is None else head.vocabulary
+        self._tokens = self._drafted.vocabulary
 
     @property
     def num_bytes(self) -> int:
@@ -134,9 +96,3 @@ def rank_drawn(logits: torch.Tensor, draw: Draw, position: int, tokens: torch.Te
     left = torch.full_like(scores, -torch.inf)
     left[kept] = scores[kept] + torch.from_numpy(make_gumbel(draw_words(key, tokens[kept].numpy())))
     return left
-
-
-def as_drafted(model: CausalLM) -> DraftedLM:
-    """A model that the configuration names a draft head for."""
-    assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
-    return model

@@ -44,6 +44,6 @@ class LaneRunner:
             began=min(step.began for step in done),
             ended=time.perf_counter(),
             num_prefill_tokens=sum(step.plan.num_prefill_tokens for step in done),
-            num_decodes=sum(len(step.plan.decodes) for step in done),
+            num_decodes=sum(step.plan.num_decode_tokens for step in done),
         )
         return True

@@ -21,12 +21,11 @@ _LARGEST = frozenset(
 _SHARED = frozenset(
     {
         "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",
-        "computed_prompt_tokens_total", "decode_tokens_per_step", "draft_tokens_total",
-        "accepted_draft_tokens_total", "guess_seconds_total", "guess_bytes", "decode_token_seconds",
-        "plain_step_seconds", "mixed_token_seconds",
+        "computed_prompt_tokens_total", "decode_tokens_per_step", "decode_token_seconds", "plain_step_seconds",
+        "mixed_token_seconds",
     }
 )  # fmt: skip
-"""Every lane has the same figure. There are no guesses where there are several."""
+"""Every lane has the same figure, or nearly: lanes step together."""
 
 
 def build_stats(lanes: Sequence[StepRunner], work: WorkMeter, *, num_pending: int) -> EngineStats:
@@ -123,4 +122,6 @@ def _join_figure(name: str, one: Any, other: Any) -> Any:
         return one if other is None else other
     if isinstance(one, HostStats):
         return _join_hosts(one, other)
+    if isinstance(one, dict):
+        return {key: one[key] + other[key] for key in one}
     return max(one, other) if name in _LARGEST else one + other

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_speculator(
+def build_speculators(
     config: SpeculativeConfig,
     model: CausalLM,
     drafting: Drafting | None = None,
@@ -30,13 +30,14 @@ def build_speculator(
     runs_ahead: bool,
     num_lanes: int,
     max_rows: int,
-) -> Speculator | None:
-    """None where there are no guesses; the log says why. `drafting`: where the model has a draft head."""
-    why = find_obstacle(config, model, runs_ahead=runs_ahead, num_lanes=num_lanes)
+) -> list[Speculator]:
+    """One for each lane, which has texts and a history of its own; none where there are no guesses, and the log says
+    why. `drafting`: where the model has a draft head, which lanes do not have."""
+    why = find_obstacle(config, model, runs_ahead=runs_ahead)
     if why is not None:
         level = logging.INFO if config.method in {"Auto", "Off"} else logging.WARNING
         logger.log(level, "speculation is off", extra={"method": config.method, "why": why})
-        return None
+        return []
     logger.info(
         "speculation is on",
         extra={
@@ -46,6 +47,11 @@ def build_speculator(
         }
         | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
     )
+    config = config.model_copy(update={"history_bytes": config.history_bytes // num_lanes})
+    return [_build_speculator(config, drafting, max_rows) for _ in range(num_lanes)]
+
+
+def _build_speculator(config: SpeculativeConfig, drafting: Drafting | None, max_rows: int) -> Speculator:
     costs = StepCosts()
     history = History(config.history_bytes) if config.history_bytes and config.method != "Draft" else None
 
@@ -79,14 +85,12 @@ def _may_guess(sequence: Sequence) -> bool:
     return is_quick(sequence.sampler_state)
 
 
-def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool, num_lanes: int) -> str | None:
+def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool) -> str | None:
     """Why this engine does not guess, as a part of a sentence; None where it does."""
     if config.method == "Off":
         return "it is not asked for"
     if model.embedding is not None:
         return "the model generates no text"
-    if num_lanes > 1:
-        return "expert and data ranks do not check guesses yet"
     if runs_ahead:
         return "steps are launched before the tokens that guesses would follow are known"
     if config.method == "Auto" and model.inexact is not None:

@@ -24,12 +24,14 @@ from tandem_worker.group.micro_batches import count_micro_batches, split_step
 from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM, KVCache
+from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.parallel.collectives import Collective
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 
 if TYPE_CHECKING:
-    from tandem_worker.engine.drafting import HeadRanks
+    from tandem_worker.engine.execute.heads import HeadRanks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,9 +86,7 @@ class GroupSeat:
 
 
 def _count_head_kv_heads(model: CausalLM) -> int | None:
-    from tandem_worker.model.draft.drafted import DraftedLM  # only where there is a head is more of it loaded
-
-    return model.head.config.layer.num_kv_heads if isinstance(model, DraftedLM) else None
+    return model.config.layer.num_kv_heads if isinstance(model, DraftedLM) else None
 
 
 def describe_rank(
@@ -116,15 +116,22 @@ class RankExecutor(ModelExecutor):
         super().__init__(model, kv_cache, max_rows=plan.max_rows, max_model_len=plan.max_model_len)
         self._context = context
         self._shape = shape
+        self._drafted = model if isinstance(model, DraftedLM) else None
 
     def compute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits `[N, vocab]` where this is the lane's speaker, which sends them to rank 0 unless it is that."""
-        logits = self._forward(step, on_layer)
-        world = self._context.world
-        assert world is not None
-        if world.rank and world.rank == self._shape.speaker(self._shape.lane(world.rank)) and len(step.logits_rows):
+        logits, world = self._forward(step, on_layer), self.speaks_to
+        if world is not None and len(step.logits_rows):
             world.send(logits, 0)
         return logits
+
+    @property
+    def speaks_to(self) -> Collective | None:
+        """Where this rank sends its lane's logits to rank 0; None: it is not the one that does, or is rank 0."""
+        world = self._context.world
+        assert world is not None
+        speaks = world.rank and world.rank == self._shape.speaker(self._shape.lane(world.rank))
+        return world if speaks else None
 
     def _forward(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         """All pieces' logits at once: sent one by one they would wait for a leader that waits to send hidden states."""
@@ -133,12 +140,16 @@ class RankExecutor(ModelExecutor):
         count = count_micro_batches(len(step.token_ids), self._context.pp_size) if self._context.ep_size == 1 else 1
         pieces = split_step(step, count, self.kv_cache.spec.block_size)
         last = len(pieces) - 1  # only then a layer is complete
-        logits = [
-            self._compute(
-                self._builder.assemble(piece, on_layer if index == last else None, before_layer=self._before_layer)
-            )
-            for index, piece in enumerate(pieces)
-        ]
+        logits: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+        for index, piece in enumerate(pieces):
+            told = on_layer if index == last else None
+            batch = self._builder.assemble(piece, told, before_layer=self._before_layer)
+            logits.append(self._compute(batch))
+            if self._drafted is not None:
+                states.append(self._drafted.states)
+        if last and self._drafted is not None:
+            self._drafted.states = torch.cat(states)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
@@ -200,10 +211,12 @@ class GroupExecutor(RankExecutor):
 
     def build_head_ranks(self) -> HeadRanks:
         """All ranks compute it."""
-        from tandem_worker.engine.drafting import HeadHere
+        from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import GroupHead
 
-        return GroupHead(HeadHere(self.model, self.kv_cache), self.leader)
+        speaker = self._shape.speaker(0)
+        world = self._context.world if speaker else None
+        return GroupHead(HeadHere(self.model, self.kv_cache), self.leader, world, speaker)
 
     def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:
         """A lane's logits, from its speaker; `own` are this rank's."""

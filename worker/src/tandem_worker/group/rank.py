@@ -97,7 +97,7 @@ class FollowingRank:
         if self.draft is not None:
             from tandem_worker.model.draft.load import load_draft
 
-            model = load_draft(self.draft, model)
+            model = load_draft(self.draft, model, self.path)
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
         enter("hashing the model")
         digest = await_digests(self.hashing)
@@ -131,10 +131,10 @@ class FollowingRank:
     def _follow_head(self, executor: RankExecutor) -> Callable[[bytes], None] | None:
         if self.draft is None:
             return None
-        from tandem_worker.engine.drafting import HeadHere
+        from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import follow_head
 
-        return follow_head(HeadHere(executor.model, executor.kv_cache))
+        return follow_head(HeadHere(executor.model, executor.kv_cache), executor.speaks_to)
 
     def _join(self, welcome: dict[str, Any]) -> ParallelContext:
         shape = GroupShape.of(self.order.config.group.parallelism)

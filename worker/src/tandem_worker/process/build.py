@@ -260,7 +260,7 @@ class _Start:
         if self._draft is not None:
             from tandem_worker.model.draft.load import load_draft
 
-            model = load_draft(self._draft, model)
+            model = load_draft(self._draft, model, path)
         memory.by_kind["weights"] = count_weight_bytes(model)
         memory.matrices = count_matrices(model)
         if prepared.is_whole and self._progress.origin == "files":

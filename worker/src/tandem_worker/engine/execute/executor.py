@@ -26,7 +26,7 @@ from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
 
 if TYPE_CHECKING:
-    from tandem_worker.engine.drafting import HeadRanks
+    from tandem_worker.engine.execute.heads import HeadRanks
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class ModelExecutor:
 
     def build_head_ranks(self) -> HeadRanks:
         """Where the draft head that the model has is computed."""
-        from tandem_worker.engine.drafting import HeadHere
+        from tandem_worker.engine.execute.heads import HeadHere
 
         return HeadHere(self.model, self.kv_cache)
 

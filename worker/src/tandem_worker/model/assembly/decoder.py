@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.assembly.embedding import load_embedding, load_lm_head
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec
 from tandem_worker.model.layers.embedding import Embedding, LMHead
@@ -39,6 +40,10 @@ def build_rotary(config: ModelConfig, build: Build, dim: int | None = None) -> R
         device=build.loader.device,
         rotation=build.backend.rotation,
     )
+
+
+AddFeatures = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Makes of streams `[T, taps * hidden]` and the sum so far `[T, width]`, None at first, the sum with them."""
 
 
 class PartSeconds(NamedTuple):
@@ -74,6 +79,8 @@ class DecoderLM:
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         if self.inexact is None and build.context.tp_size > 2:
             self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
+        if self.inexact is None and build.context.ep_size > 1:
+            self.inexact = "expert ranks compute the tokens of several lanes together"
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
         self.context = context = build.context
@@ -113,8 +120,35 @@ class DecoderLM:
         self, batch: ForwardBatch, kv_cache: KVCache, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, with the residual streams before the layers `taps`, side by side: `[T, taps * hidden]`. A model
-        of one rank."""
-        hidden = self._enter(batch)
+        of one stage."""
+        hidden, features = self._run_tapped(self._enter(batch), batch, kv_cache, taps)
+        return self._leave(hidden, batch), features
+
+    def forward_summed(
+        self, batch: ForwardBatch, kv_cache: KVCache, taps: Sequence[int], add: AddFeatures, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward_tapped`, of any stage, with a sum `[T, width]` that travels along the stages: each adds what it
+        makes of its layers' streams. `taps` count this stage's layers from 0."""
+        context = self.context
+        if context.is_first_stage:
+            hidden, sums = self._enter(batch), None
+        else:
+            assert context.pp is not None
+            shape = batch.token_ids.shape[0], self.hidden_size + width
+            both = context.pp.receive(torch.empty(shape, dtype=self.dtype, device=self.device), context.pp_rank - 1)
+            hidden, sums = (part.contiguous() for part in both.split([self.hidden_size, width], dim=-1))
+        hidden, features = self._run_tapped(hidden, batch, kv_cache, taps)
+        sums = add(features, sums)
+        if context.is_last_stage:
+            return self._leave(hidden, batch), sums
+        assert context.pp is not None
+        context.pp.send(torch.cat((hidden, sums), dim=-1), context.pp_rank + 1)
+        return torch.empty(0, self.vocab_size, device=self.device), sums
+
+    def _run_tapped(
+        self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: KVCache, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out of this stage's layers, and the streams before `taps`, side by side."""
         step = self.begin_step(batch, kv_cache.spec.block_size)
         width, places = self.hidden_size, {layer: place for place, layer in enumerate(taps)}
         features = torch.empty(hidden.shape[0], len(taps) * width, dtype=self.dtype, device=self.device)
@@ -122,10 +156,20 @@ class DecoderLM:
             if index in places:
                 features[:, places[index] * width : (places[index] + 1) * width] = hidden
             hidden = layer.forward(hidden, step, kv_layer)
-        return self._leave(hidden, batch), features
+        return hidden, features
+
+    @property
+    def embeds(self) -> bool:
+        """Whether this stage has the embedding: the first one, and the last one where the output matrix is tied."""
+        return self._embedding is not None
+
+    @property
+    def layers(self) -> range:
+        """Layers of this stage."""
+        return stage_layers(self.num_layers, self.context)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows `[T, hidden]` of the embedding, which the first stage has."""
+        """Rows `[T, hidden]` of the embedding, on a stage that `embeds`."""
         assert self._embedding is not None
         return self._embedding(token_ids)
 

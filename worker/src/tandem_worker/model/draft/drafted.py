@@ -18,7 +18,8 @@ import torch
 from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
 from tandem_worker.model.draft.chains import Chains, ChainStart, Room
-from tandem_worker.model.draft.eagle3 import Eagle3Head
+from tandem_worker.model.draft.config import HeadConfig
+from tandem_worker.model.draft.eagle3 import Eagle3Head, Fusion
 
 
 class DraftedLM:
@@ -27,35 +28,52 @@ class DraftedLM:
     is_one_call = False
     """Streams are taken out between the layers."""
 
-    def __init__(self, model: DecoderLM, head: Eagle3Head) -> None:
+    def __init__(
+        self,
+        model: DecoderLM,
+        config: HeadConfig,
+        vocabulary: torch.Tensor | None,
+        fusion: Fusion,
+        head: Eagle3Head | None,
+    ) -> None:
+        """`vocabulary` as in `read_vocabulary`. `head`: what the last stage of a pipeline has, or a model of one stage;
+        None on the stages before."""
         self.vocab_size = model.vocab_size
         self.max_position_embeddings = model.max_position_embeddings
         self.device = model.device
         self.dtype = model.dtype
         self.embedding = model.embedding
         self.inexact = model.inexact
+        self.config = config
+        self.vocabulary = torch.arange(config.draft_vocab_size) if vocabulary is None else vocabulary
+        """`[draft_vocab_size]` int64, the model's numbers of the tokens that are guessed."""
         self.head = head
         self._model = model
-        self._states = torch.empty(0)
-        """`[T, hidden]` of the last step."""
+        self._fusion = fusion
+        self.states = torch.empty(0)
+        """`[T, hidden]` of the last step, where the head is."""
         self._room = Room()
         self._shares: dict[int, tuple[KVCache, KVCache]] = {}
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         own = self._model.kv_cache_spec(block_size)
+        if self.head is None:
+            return own
         more = (self.head.kv_layer_spec(block_size), KVLayerSpec(block_shape=(self.head.hidden_size,)))
         return KVCacheSpec(layers=(*own.layers, *more), dtype=own.dtype, block_size=block_size)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """As the model's; writes what the head keeps of every token, too."""
-        share = self._share(kv_cache)
-        logits, features = self._model.forward_tapped(batch, share, self.head.config.feature_layers)
+        share, fusion = self._share(kv_cache), self._fusion
+        logits, states = self._model.forward_summed(batch, share, fusion.taps, fusion.add, fusion.width)
+        if self.head is None:
+            return logits
         first = len(share.layers)
-        states = self._states = self.head.fuse(features)
+        self.states = states
         if batch.before_layer is not None:
             batch.before_layer(first)
             batch.before_layer(first + 1)
-        self._write_entries(batch, kv_cache, states)
+        self._write_entries(self.head, batch, kv_cache, states)
         if batch.on_layer is not None:
             batch.on_layer(first)
         self._write_states(batch, kv_cache, states)
@@ -66,7 +84,7 @@ class DraftedLM:
     def keep_states(self, rows: Sequence[int], blocks: Sequence[int], kv_cache: KVCache) -> None:
         """The tokens of these rows of the last step stay: each is the newest one of its block, which is another for
         each."""
-        states = self._states.index_select(0, torch.tensor(rows, device=self.device))
+        states = self.states.index_select(0, torch.tensor(rows, device=self.device))
         kv_cache.layers[-1].index_copy_(0, torch.tensor(blocks, device=self.device), states)
 
     @property
@@ -76,10 +94,13 @@ class DraftedLM:
 
     def begin_chains(self, starts: Sequence[ChainStart], depth: int, kv_cache: KVCache) -> Chains:
         """Chains of up to `depth` guesses behind tokens whose texts are in these blocks; earlier ones end here."""
+        assert self.head is not None, "chains are computed where the head is"
         return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth, self._room)
 
     def _share(self, kv_cache: KVCache) -> KVCache:
         """The layers of the model itself."""
+        if self.head is None:
+            return kv_cache
         known = self._shares.get(id(kv_cache))
         if known is None or known[0] is not kv_cache:
             spec = kv_cache.spec
@@ -89,7 +110,8 @@ class DraftedLM:
             self._shares = {id(kv_cache): known}
         return known[1]
 
-    def _write_entries(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
+    @staticmethod
+    def _write_entries(head: Eagle3Head, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
         """The entry of each new token, with the state of the one before it."""
         size, positions = kv_cache.spec.block_size, batch.positions
         starts = batch.query_start[:-1].long()
@@ -100,8 +122,8 @@ class DraftedLM:
         blocks = batch.block_tables.gather(1, columns[:, None]).squeeze(1).long()
         kept = kv_cache.layers[-1].index_select(0, blocks)
         before[starts] = kept.masked_fill_((first_positions == 0)[:, None], 0.0)
-        entries, _ = self.head.enter(batch.token_ids, before)
-        made = self.head.make_keys_values(entries, (positions - 1).clamp(min=0))
+        entries, _ = head.enter(batch.token_ids, before)
+        made = head.make_keys_values(entries, (positions - 1).clamp(min=0))
         slots = batch.slot_mapping
         kv_cache.layers[-2][slots // size, :, :, slots % size] = made
 

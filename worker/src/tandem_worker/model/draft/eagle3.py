@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.attention import HeadShare
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.assembly.decoder import build_rotary
@@ -28,15 +29,78 @@ from tandem_worker.model.layers.norm import RMSNorm
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Fusion:
+    """`fc`, which makes states of the model's features. Each stage of a pipeline has the columns for the features of
+    its layers, and adds its part to the sum. Tensor-parallel ranks have the same ones: sharing them would cost an
+    exchange in each step."""
+
+    def __init__(self, config: HeadConfig, build: Build, layers: range) -> None:
+        """`layers`: those of this stage."""
+        self._config = config
+        self.width = config.layer.hidden_size
+        self._places = [place for place, layer in enumerate(config.feature_layers) if layer in layers]
+        self.taps = tuple(config.feature_layers[place] - layers.start for place in self._places)
+        """Layers of the stage, from 0, before which the features are taken."""
+        self._norms = self._load_norms(build)
+        self._bias: torch.Tensor | None = None
+        if build.context.is_last_stage and build.loader.has("fc.bias"):
+            self._bias = build.loader.load("fc.bias", (self.width,))
+        self._fc = self._load_columns(build) if self._places else None
+
+    @staticmethod
+    def list_tensors(config: HeadConfig) -> set[str]:
+        """Names of what the stages of a pipeline share."""
+        count = len(config.feature_layers)
+        return {"fc.weight", "fc.bias", "input_norm.weight", *(f"fc_norm.{index}.weight" for index in range(count))}
+
+    def add(self, features: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+        """States `[T, hidden]`, or this stage's part of them and those of the stages before, from the features of its
+        layers side by side, `[T, features * target_hidden]`."""
+        if self._bias is not None:
+            sums = self._bias.expand(features.shape[0], -1) if sums is None else sums + self._bias
+        if self._fc is None:
+            return features.new_zeros(features.shape[0], self.width) if sums is None else sums
+        if self._config.norm_before_fc:
+            features = self._norms[0](features)
+        elif self._config.fc_norm:
+            parts = zip(self._norms, features.chunk(len(self._norms), dim=-1), strict=True)
+            features = torch.cat([norm(part.contiguous()) for norm, part in parts], -1)
+        return self._fc(features) if sums is None else self._fc.add_to(features, sums.contiguous())
+
+    def _load_norms(self, build: Build) -> list[RMSNorm]:
+        config = self._config
+        width = config.target_hidden_size
+        if config.norm_before_fc:
+            if build.context.pp_size > 1:
+                raise StartupError(
+                    "DraftUnsupported",
+                    "The draft head cannot be computed: it has norm_before_fc, one norm over the states of all "
+                    "pipeline stages. Leave pipeline parallelism at 1, or choose a head without it.",
+                )
+            return [_load_norm(build, config, "input_norm", width * len(self._places))]
+        return [_load_norm(build, config, f"fc_norm.{place}", width) for place in self._places if config.fc_norm]
+
+    def _load_columns(self, build: Build) -> Linear:
+        width, count = self._config.target_hidden_size, len(self._config.feature_layers)
+        first, end = self._places[0], self._places[-1] + 1
+        piece = None if end - first == count else Slice(1, first * width, end * width)
+        part = Part(name="fc.weight", shape=(self.width, count * width), piece=piece)
+        return build.backend.linear(build.loader.matrix([part]))
+
+
+def _load_norm(build: Build, config: HeadConfig, name: str, width: int) -> RMSNorm:
+    weight = build.loader.load(f"{name}.weight", (width,))
+    return build.backend.norm(weight, config.layer.rms_norm_eps)
+
+
 class Eagle3Head:
     """Weights of a head on one device, and its arithmetic, row by row. Attention is its callers'.
 
-    Tensor-parallel ranks share it as they share the model, but for `fc`, which each has whole: a step would wait for
-    one exchange more. They make the same calls, and each has all logits.
+    Tensor-parallel ranks share it as they share the model. They make the same calls, and each has all logits.
     """
 
-    def __init__(self, config: HeadConfig, build: Build, vocabulary: torch.Tensor | None, embed: Embed) -> None:
-        """`vocabulary` as in `read_vocabulary`. `embed`: the model's embedding, for heads that have none."""
+    def __init__(self, config: HeadConfig, build: Build, embed: Embed) -> None:
+        """`embed`: the model's embedding, for heads that have none."""
         layer, loader = config.layer, build.loader
         self.config = config
         self.hidden_size = layer.hidden_size
@@ -44,38 +108,25 @@ class Eagle3Head:
         self.num_heads, self.num_kv_heads = self._share.num_heads, self._share.num_kv_heads
         self.head_dim = layer.head_dim
         self.dtype = loader.dtype
-        self._vocabulary = None if vocabulary is None else vocabulary.to(loader.device)
         self._embed = embed
         if loader.has(EMBEDDING):
             self._embed = load_embedding(build, EMBEDDING, (layer.vocab_size, layer.hidden_size))
-        self._fc_norms, self._fc = self._load_fusion(build)
-        self._input_norm = self._load_norm(build, f"{LAYER}input_layernorm", layer.hidden_size)
-        self._state_norm = self._load_norm(build, f"{LAYER}hidden_norm", layer.hidden_size)
+        self._input_norm = _load_norm(build, config, f"{LAYER}input_layernorm", layer.hidden_size)
+        self._state_norm = _load_norm(build, config, f"{LAYER}hidden_norm", layer.hidden_size)
         self._queries = self._load_projection(build, ("q",))
         self._keys_values = self._load_projection(build, ("k", "v"))
         self._out = self._load_out(build)
-        self._mlp_norm = self._load_norm(build, f"{LAYER}post_attention_layernorm", layer.hidden_size)
+        self._mlp_norm = _load_norm(build, config, f"{LAYER}post_attention_layernorm", layer.hidden_size)
         self._mlp = load_mlp(
             build, f"{LAYER}mlp.", layer.hidden_size, layer.intermediate_size, bias=layer.flag("mlp_bias")
         )
-        self._norm = self._load_norm(build, "norm", layer.hidden_size)
+        self._norm = _load_norm(build, config, "norm", layer.hidden_size)
         self._lm_head = load_lm_head(build, (config.draft_vocab_size, layer.hidden_size), tied=None)
         self._rotary = build_rotary(layer, build)
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         """Shape of a block of its entries' keys and values."""
         return kv_layer_spec(block_size, self.num_kv_heads, self.head_dim)
-
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """States `[T, hidden]` from the model's features side by side, `[T, layers * target_hidden]`."""
-        if self.config.norm_before_fc:
-            features = self._fc_norms[0](features)
-        elif self.config.fc_norm:
-            parts = features.chunk(len(self._fc_norms), dim=-1)
-            features = torch.cat(
-                [norm(part.contiguous()) for norm, part in zip(self._fc_norms, parts, strict=True)], -1
-            )
-        return self._fc(features)
 
     def enter(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries `[T, 2 * hidden]` of tokens `[T]` with the states before them `[T, hidden]`, and what the layer adds
@@ -104,28 +155,7 @@ class Eagle3Head:
         normed = self._norm(hidden)
         return self._lm_head(normed), normed if self.config.norm_output else hidden
 
-    @property
-    def vocabulary(self) -> torch.Tensor | None:
-        """`[draft_vocab_size]` int64, the model's numbers of the tokens that are guessed; None: they are the same."""
-        return self._vocabulary
-
     # -- loading -------------------------------------------------------------------------------------------------
-
-    def _load_norm(self, build: Build, name: str, width: int) -> RMSNorm:
-        weight = build.loader.load(f"{name}.weight", (width,))
-        return build.backend.norm(weight, self.config.layer.rms_norm_eps)
-
-    def _load_fusion(self, build: Build) -> tuple[list[RMSNorm], Linear]:
-        config, count = self.config, len(self.config.feature_layers)
-        width = count * config.target_hidden_size
-        norms: list[RMSNorm] = []
-        if config.norm_before_fc:
-            norms = [self._load_norm(build, "input_norm", width)]
-        elif config.fc_norm:
-            norms = [self._load_norm(build, f"fc_norm.{index}", config.target_hidden_size) for index in range(count)]
-        fused = Part(name="fc.weight", shape=(self.hidden_size, width))
-        bias = build.loader.load("fc.bias", (self.hidden_size,)) if build.loader.has("fc.bias") else None
-        return norms, build.backend.linear(build.loader.matrix([fused]), bias)
 
     def _load_projection(self, build: Build, kinds: tuple[str, ...]) -> Linear:
         weights: list[Part] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.assembly.decoder import DecoderLM
+from tandem_worker.model.assembly.embedding import load_embedding
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.loader import WeightLoader
@@ -19,15 +21,16 @@ from tandem_worker.model.config import CONFIG_FILE, ModelConfig, read_raw_config
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
-from tandem_worker.model.draft.eagle3 import Eagle3Head
+from tandem_worker.model.draft.eagle3 import Eagle3Head, Embed, Fusion
 from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
+from tandem_worker.model.load import find_prefix, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
-def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = None) -> DraftedLM:
-    """`model` with the head in the folder `path`, which computes in the model's type on its device. A tensor-parallel
-    rank has its share of both.
+def load_draft(path: Path, model: CausalLM, target: Path, *, backend: BackendName | None = None) -> DraftedLM:
+    """`model`, which is at `target`, with the head in the folder `path`, which computes in the model's type on its
+    device. A rank of a group has its share of both: the head itself is on the last stage of a pipeline.
 
     `backend` None chooses as for models. Raises StartupError with a reason and a sentence where the head cannot be
     computed or belongs to another model.
@@ -42,7 +45,7 @@ def load_draft(path: Path, model: CausalLM, *, backend: BackendName | None = Non
             "Draft heads run on CPUs so far: leave engine.speculative.draft out, or set engine.device to CPU.",
         )
     with _explaining():
-        return _load(path, model, backend)
+        return _load(path, model, target, backend)
 
 
 def check_draft(path: Path, config: ModelConfig) -> None:
@@ -66,7 +69,7 @@ def _explaining() -> Iterator[None]:
         raise StartupError(error.reason, f"The draft head cannot be read: {error}") from error
 
 
-def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedLM:
+def _load(path: Path, model: DecoderLM, checkpoint: Path, backend: BackendName | None) -> DraftedLM:
     source = open_head(path)
     target = TargetShape(vocab_size=model.vocab_size, hidden_size=model.hidden_size, num_layers=model.num_layers)
     config = parse_head_config(read_raw_config(path / CONFIG_FILE), target)
@@ -84,10 +87,25 @@ def _load(path: Path, model: DecoderLM, backend: BackendName | None) -> DraftedL
             source, dtype=model.dtype, device=model.device, keeps_packed=parts.keeps_packed, packer=packer
         )
         build = Build(loader=loader, backend=parts, context=model.context)
-        head = Eagle3Head(config, build, vocabulary, model.embed)
-    source.check_taken()
+        fusion = Fusion(config, build, model.layers)
+        if not model.context.is_last_stage:
+            return DraftedLM(model, config, vocabulary, fusion, None)
+        embed = model.embed
+        if EMBEDDING not in source and not model.embeds:
+            embed = _load_model_embedding(checkpoint, model, build)
+        head = Eagle3Head(config, build, embed)
+    source.check_taken(Fusion.list_tensors(config) if model.context.pp_size > 1 else set())
     logger.info(
         "a draft head is loaded",
         extra={"features": list(config.feature_layers), "guesses": config.draft_vocab_size, "of": model.vocab_size},
     )
-    return DraftedLM(model, head)
+    return DraftedLM(model, config, vocabulary, fusion, head)
+
+
+def _load_model_embedding(checkpoint: Path, model: DecoderLM, build: Build) -> Embed:
+    """The model's embedding on a stage that has none of its own."""
+    _, source = open_checkpoint(checkpoint)
+    prefix = find_prefix(source)
+    loader = WeightLoader(source, dtype=model.dtype, device=model.device, keeps_packed=False, prefix=prefix)
+    shape = model.vocab_size, model.hidden_size
+    return load_embedding(replace(build, loader=loader), "model.embed_tokens.weight", shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import torch
@@ -58,9 +59,11 @@ class HeadSource:
         self._taken.add(name)
         return self._source.read(self._names[name], part)
 
-    def check_taken(self) -> None:
-        """Raises StartupError for tensors that nothing has read: a part of the head that is not computed here."""
-        left = sorted(name for name in self._names if name not in self._taken and not name.endswith(_LEFT))
+    def check_taken(self, others: AbstractSet[str]) -> None:
+        """Raises StartupError for tensors that nothing has read, and that are none of the `others`, which other ranks
+        may have read: a part of the head that is not computed here."""
+        known = self._taken | others
+        left = sorted(name for name in self._names if name not in known and not name.endswith(_LEFT))
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise StartupError(

@@ -35,11 +35,11 @@ def resolve_draft(config: WorkerConfig, token: str | None = None) -> Path | None
     if head is None:
         return None
     axes = config.group.parallelism
-    if axes.pipeline * axes.expert * axes.data > 1:
+    if axes.expert * axes.data > 1:
         raise StartupError(
             "DraftUnsupported",
-            "Of the ranks of a group only tensor ranks compute draft heads yet: leave engine.speculative.draft out, or "
-            "pipeline, expert and data parallelism at 1.",
+            "Expert and data ranks compute no draft heads yet: leave engine.speculative.draft out, or expert and data "
+            "parallelism at 1.",
         )
     try:
         return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)

@@ -1,0 +1,64 @@
+"""Where a draft head is computed. Imported only where there is a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
+
+from tandem_worker.model.contract import CausalLM, KVCache
+from tandem_worker.model.draft.chains import Chains, ChainStart
+from tandem_worker.model.draft.drafted import DraftedLM
+
+
+class HeadRanks(Protocol):
+    """Where a head is computed: here, or on all ranks of a group, which are told of it in its place among the steps."""
+
+    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
+        """Begin chains of up to `depth` guesses; earlier ones end here."""
+        ...
+
+    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
+        """As `Chains.compute`."""
+        ...
+
+    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
+        """As `DraftedLM.keep_states`."""
+        ...
+
+
+class HeadHere:
+    """The share of a head in this process. Satisfies `HeadRanks` for a model of one rank."""
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+        """`model` was loaded with its head."""
+        self._model = as_drafted(model)
+        self._kv_cache = kv_cache
+        self._chains: Chains | None = None
+
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that the head can guess."""
+        return self._model.config.draft_vocab_size
+
+    def begin(self, starts: Rows[ChainStart], depth: int) -> None:
+        if self._model.head is not None:
+            self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
+
+    def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
+        """Of a stage that has no head none, `[0, draft_vocab_size]`."""
+        if self._model.head is None:
+            return torch.empty(0, self.num_guessed)
+        assert self._chains is not None, "chains are begun first"
+        return self._chains.compute(active, said)
+
+    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
+        if self._model.head is not None:
+            self._model.keep_states(rows, blocks, self._kv_cache)
+
+
+def as_drafted(model: CausalLM) -> DraftedLM:
+    """A model that the configuration names a draft head for."""
+    assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
+    return model
