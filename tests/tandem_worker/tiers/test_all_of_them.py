@@ -191,7 +191,7 @@ def test_what_the_disk_has_of_the_beginning_and_a_peer_of_the_rest_is_joined(tmp
     wait_until(lambda: disk.health.on)
     rig.run("its beginning", prompt[:25])
     assert disk.flush(5.0)
-    rig.engine._send(lambda: [rig.engine._scheduler.blocks.cache.evict() for _ in range(8)])
+    rig.engine._send(lambda: rig.engine._scheduler.blocks.free_newest(8))
     rig.submit("all of it", prompt, kv_source=holder.kv, kv_source_tokens=60)
     rig.wait()
     assert rig.out.tokens("all of it") == greedy_answer(prompt, 8)
