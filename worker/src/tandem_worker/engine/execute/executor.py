@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
-from tandem_worker.engine.execute.host_pool import HostPool
 from tandem_worker.engine.execute.step import StepOutput
 from tandem_worker.engine.sample.contract import Sampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
@@ -24,6 +23,9 @@ from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.execute.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,8 @@ class ModelExecutor:
 
     def add_host_pool(self, num_blocks: int) -> None:
         """Have blocks of host memory, block 0 included, for `move_blocks`."""
+        from tandem_worker.engine.execute.host_pool import HostPool
+
         self.host_pool = HostPool(self.kv_cache, num_blocks)
         self.fetch_seconds = self.host_pool.measure_fetch_seconds()
 
