@@ -18,6 +18,7 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.model.contract import CausalLM
 
+from bench.gpu.host_memory import measure_host_memory
 from bench.gpu.item import Figures, Item, Setting, WrongError
 from bench.gpu.random_model import QWEN3_8B, SMALL, build_random_model, count_step_weights
 from bench.gpu.shapes import Ceiling
@@ -54,6 +55,8 @@ class Load:
     max_rows: int
     max_batch_tokens: int
     cache_tokens: int
+    longest: int
+    """Length of a prompt that is found in host memory."""
 
     @property
     def max_model_len(self) -> int:
@@ -63,11 +66,11 @@ class Load:
 REAL = Load(
     raw=QWEN3_8B, batches=(1, 8, 64, 256), prompt=64, new_tokens=128, rounds=3, prompts=(64, 512, 2048),
     steps=((300,), (4096, 17, 700), tuple(range(40, 40 + 64 * 48, 48))), max_rows=256, max_batch_tokens=8192,
-    cache_tokens=120_000,
+    cache_tokens=120_000, longest=32_768,
 )  # fmt: skip
 DRY = Load(
     raw=SMALL, batches=(1, 3), prompt=6, new_tokens=8, rounds=1, prompts=(5, 40), steps=((30,), (40, 2, 17)),
-    max_rows=3, max_batch_tokens=64, cache_tokens=2000,
+    max_rows=3, max_batch_tokens=64, cache_tokens=2000, longest=400,
 )  # fmt: skip
 
 
@@ -166,6 +169,10 @@ def engine_items(setting: Setting) -> Iterator[Item]:
             name=f"first token of {length}", seconds=60, needs=verified,
             run=lambda length=length: measure_first_token(session, length),
         )  # fmt: skip
+    yield Item(
+        name=f"host memory, {load.longest}", seconds=120, needs=verified,
+        run=lambda: measure_host_memory(session.model, Collector, load.longest, load.max_batch_tokens),
+    )  # fmt: skip
     yield Item(name="profile of decode x1", run=lambda: profile(session, 1), seconds=90, needs=("model",))
     yield Item(name=f"profile of decode x{load.batches[-1]}", seconds=90, needs=("model",),
                run=lambda: profile(session, load.batches[-1]))  # fmt: skip

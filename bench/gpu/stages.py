@@ -13,6 +13,7 @@ GPU_TESTS = (
     "tests/tandem_worker/kernels/on_device/test_split_byte.py",
     "tests/tandem_worker/kernels/on_device/test_mla.py",
     "tests/tandem_worker/engine/execute/test_cuda_graphs.py",
+    "tests/tandem_worker/engine/execute/test_host_pool.py",
     "tests/tandem_worker/kernels/on_device/test_sampling.py",
     "tests/tandem_worker/kernels/on_device/test_elementwise.py",
     "tests/tandem_worker/kernels/on_device/test_fused_qkv.py",

@@ -17,7 +17,14 @@ ROOT = Path(__file__).parents[3]
 EXPECTED = {
     "correctness": ["versions", "ceilings", "tests tests/tandem_worker/engine/execute/test_cuda_graphs.py"],
     "shapes": ["check paged_decode_attention tiny B=3 C=40", "time paged_decode_attention tiny B=3 C=40"],
-    "engine": ["recorded steps", "tokens", "decode top-p x3", "first token of 40", "torch with SDPA, recorded, x3"],
+    "engine": [
+        "recorded steps",
+        "tokens",
+        "decode top-p x3",
+        "first token of 40",
+        "host memory, 400",
+        "torch with SDPA, recorded, x3",
+    ],
     "lossless": ["products of layer M=8", "products of layer M=80", "decode x3", "first token of 40"],
     "variants": ["paged_decode_attention tiny B=3 C=40: 1 split"],
     "tools": ["memcheck of decode", "counters of paged_decode_attention"],

@@ -412,3 +412,31 @@ def test_who_waited_loads_what_comes_after(make: Make) -> None:
     rig.wait()
     assert rig.out.tokens("b") == greedy_answer(longer, 8)
     assert rig.out.last("b").num_cached_tokens == 40
+
+
+class Sparing(ScriptedTier):
+    """Tells of two blocks at a time."""
+
+    def find(
+        self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
+    ) -> Run | None:
+        return super().find(names[:2], seconds_per_block, holder, held)
+
+
+@pytest.mark.parametrize("valid", [1, 2])
+def test_what_comes_after_a_whole_load_is_loaded_once_more(valid: int) -> None:
+    """Of two loads; what is left then is computed. After one that was late nothing more is waited for."""
+    rig = Rig(HistoryModel(), 64)  # type: ignore[arg-type]
+    tier = Sparing(rig)
+    rig.submit("a", PROMPT)
+    tier.await_start()
+    tier.bring(0, 0, valid)
+    if valid == 2:
+        tier.await_start()
+        tier.bring(1, 2, 2)
+    rig.wait()
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+    assert len(tier.orders) == valid
+    assert rig.out.last("a").num_cached_tokens == (16 if valid == 2 else 4)
+    rig.close()
+    assert rig.engine._scheduler.blocks.num_held == 0

@@ -39,11 +39,28 @@ class PagedSequences:
 
     def step(self, new: dict[int, Sequence[int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Append tokens to sequences in one batch; logits `[sequences, vocab]` of each one's last token."""
-        batch = self.batch(new, on_layer)
-        with torch.inference_mode():
-            return self.model.forward(batch, self.cache)
+        away = [layer.clone() for layer in self.cache.layers]
+        for layer in self.cache.layers:
+            layer[1:].fill_(POISON)
+        waited: list[int] = []
 
-    def batch(self, new: dict[int, Sequence[int]], on_layer: Callable[[int], None] | None = None) -> ForwardBatch:
+        def before_layer(index: int) -> None:
+            """What a layer had comes when it is waited for: before that it is neither read nor written."""
+            waited.append(index)
+            self.cache.layers[index].copy_(away[index])
+
+        batch = self.batch(new, on_layer, before_layer)
+        with torch.inference_mode():
+            logits = self.model.forward(batch, self.cache)
+        assert waited == list(range(len(away)))
+        return logits
+
+    def batch(
+        self,
+        new: dict[int, Sequence[int]],
+        on_layer: Callable[[int], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> ForwardBatch:
         token_ids, positions, slots, starts, contexts = [], [], [], [0], []
         for sequence, tokens in new.items():
             first = len(self.tokens[sequence])
@@ -70,6 +87,7 @@ class PagedSequences:
             logits_rows=tensor(starts[1:]) - 1,
             query_lens_host=tuple(len(tokens) for tokens in new.values()),
             context_lens_host=tuple(contexts),
+            before_layer=before_layer,
             on_layer=on_layer,
         )
 

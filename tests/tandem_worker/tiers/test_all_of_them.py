@@ -165,3 +165,40 @@ def test_whatever_happens_answers_are_the_same_and_nothing_is_left(tmp_path: Pat
     assert not rig.engine._scheduler.queues.loading
     assert rig.engine._scheduler.queues.queued_prefill_tokens == 0
     assert rig.engine.failure is None
+
+
+def test_what_the_disk_has_of_the_beginning_and_a_peer_of_the_rest_is_joined(tmp_path: Path) -> None:
+    prompt = tuple(number * number % 61 for number in range(61))
+    holder = PeerRig("holder", 128)
+    holder.run("all of it", prompt)
+    rig = Rig(HistoryModel(), 72, model_digest=KEY.model_digest)  # type: ignore[arg-type]
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
+    memory = open_memory(rig.engine.kv_cache)
+    limits = DiskLimits(size_bytes=8 << 20, segment_bytes=16 * SLOT_BYTES, cold_share=0.5)
+    disk = DiskTier(tmp_path, KEY, memory, BLOCK_SIZE, limits)
+    peers = PeerSource(
+        replace(holder.terms, memory=open_memory(rig.engine.kv_cache)),
+        BLOCK_SIZE,
+        counters=Counters(BLOCK_SIZE, "peer"),
+    )
+    peers._usual.observe(SLOT_BYTES, 0.5)  # it is slow, and sooner than computing
+    sink = SinkFanout([disk], most_kept=5)
+    desk = rig.engine.open_desk(CombinedTier([disk, peers], sink), cold_blocks=73, fence=memory.fence)
+    sink.bind(desk)
+    peers.bind(desk)
+    disk.start()
+    peers.start()
+    wait_until(lambda: disk.health.on)
+    rig.run("its beginning", prompt[:25])
+    assert disk.flush(5.0)
+    rig.engine._send(lambda: rig.engine._scheduler.blocks.free_newest(8))
+    rig.submit("all of it", prompt, kv_source=holder.kv, kv_source_tokens=60)
+    rig.wait()
+    assert rig.out.tokens("all of it") == greedy_answer(prompt, 8)
+    assert rig.out.last("all of it").num_cached_tokens == 60
+    assert disk.stats().tokens_read >= 24
+    assert peers.stats().tokens_read == 60 - disk.stats().tokens_read
+    peers.close()
+    disk.close()
+    rig.close()
+    holder.close()

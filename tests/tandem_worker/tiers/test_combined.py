@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -57,8 +58,10 @@ def run(count: int, seconds: float) -> Run:
         ([None, run(3, 1.0)], 1.0, 1),
         ([run(10, 2.0), run(10, 1.0)], 1.0, 1),
         ([run(10, 1.0), run(10, 1.0)], 1.0, 0),
-        ([run(3, 0.1), run(10, 5.0)], 1.0, 1),  # 7.1 s against 5
-        ([run(3, 0.1), run(10, 5.0)], 0.5, 0),  # 3.6 s against 5
+        ([run(3, 2.0), run(10, 5.0)], 1.0, 1),  # 2 + 3.5 s, the rest from the other one, against 5
+        ([run(3, 0.1), run(10, 5.0)], 1.0, 0),  # 0.1 + 3.5 s against 5
+        ([run(3, 0.1), run(10, 5.0)], 0.5, 0),
+        ([run(3, 0.1), run(9, 9.0)], 0.5, 0),  # and computes the rest
         ([run(3, 0.1), run(10, 5.0)], None, 1),
         ([run(10, 6.0), run(10, 5.0)], None, 1),
     ],
@@ -71,7 +74,11 @@ def test_the_soonest_is_asked(runs: list[Run | None], per_block: float | None, c
     if chosen is None:
         assert found is None
         return
-    assert found == runs[chosen]
+    assert found is not None
+    assert replace(found, followed=0) == runs[chosen]
+    other = runs[1 - chosen]
+    follows = per_block == 1.0 and other is not None and other.count > found.count
+    assert found.followed == (7 if follows else 0)
     order = LoadOrder(load=4, names=tuple(NAMES), block_ids=tuple(range(10)), seconds_per_block=per_block)
     tier.start_load(order)
     assert [source.orders for source in sources] == [[order] if index == chosen else [] for index in range(2)]
@@ -82,7 +89,7 @@ def test_the_soonest_is_asked(runs: list[Run | None], per_block: float | None, c
 @pytest.mark.parametrize(("held", "chosen"), [(None, 0), (10, 0), (8, 0), (5, 1), (0, 1), (-3, 1)])
 def test_hearsay_counts_for_what_is_said_to_be_there(held: int | None, chosen: int) -> None:
     """Who is named is asked for all; how much of it that worker has the gateway knows, and says."""
-    sources = [Source(Run(count=10, seconds=1.0, hearsay=True)), Source(run(7, 0.5))]
+    sources = [Source(Run(count=10, seconds=1.0, hearsay=True)), Source(run(7, 0.9))]
     tier = CombinedTier(sources)
     assert tier.find(NAMES, 1.0, "10.0.0.1:7000", held) == sources[chosen].run
     alone = CombinedTier(sources[:1])
@@ -106,8 +113,14 @@ def test_nobody_else_would_be_done_sooner(runs: list[Run | None], per_block: flo
     there = [each for each in runs if each is not None]
     assert (found is None) == (not there)
     if found is not None:
-        ends = [each.seconds + (10 - each.count) * per_block for each in there]
-        assert found.seconds + (10 - found.count) * per_block == min(ends)
+        ends = {each: each.seconds + (10 - each.count) * per_block for each in there}
+        for first in there:
+            for then in there:
+                if then.count > first.count:
+                    share = (then.count - first.count) / then.count
+                    joined = first.seconds + then.seconds * share + (10 - then.count) * per_block
+                    ends[first] = min(ends[first], joined)
+        assert ends[replace(found, followed=0)] == pytest.approx(min(ends.values()))
 
 
 def test_a_sink_gets_what_is_offered_and_without_one_nothing_is_wanted() -> None:

@@ -67,9 +67,10 @@ def test_hello_of_another_version() -> None:
     generation=st.integers(0, 2**32 - 1),
     priority=st.integers(-(2**31), 2**31 - 1),
     transfer=st.integers(0, 2**64 - 1),
+    held=st.integers(0, 1 << 40),
 )
 def test_prefill_round_trip(
-    tokens: list[int], request_id: str, salt: str, generation: int, priority: int, transfer: int
+    tokens: list[int], request_id: str, salt: str, generation: int, priority: int, transfer: int, held: int
 ) -> None:
     order = RemotePrefill(
         request_id=request_id,
@@ -78,10 +79,13 @@ def test_prefill_round_trip(
         num_cached_tokens=len(tokens) - 1,
         block_ids=(),
         endpoints=(),
+        kv_source="10.0.0.7:7000",
+        kv_source_tokens=held,
         cache_salt=salt,
         priority=priority,
     )
     header, body = split(protocol.encode_prefill(transfer, order))
+    order = replace(order, kv_source_tokens=min(held, len(tokens)))  # nobody has more of it
     assert header.transfer == transfer
     assert protocol.decode_prefill(body) == order
     context = TraceContext("4a" * 16, "ab" * 8)
@@ -90,8 +94,9 @@ def test_prefill_round_trip(
     assert found.hop is not None
     assert found.hop.context == context
     assert replace(found, hop=None) == order
+    at = traced.index(context.header.encode())
     with pytest.raises(TransferError, match="trace context that is none"):
-        protocol.decode_prefill(traced[:-1] + b"x")
+        protocol.decode_prefill(traced[:at] + b"x" + traced[at + 1 :])
 
 
 @given(st.binary(max_size=200))

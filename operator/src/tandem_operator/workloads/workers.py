@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 from tandem_api import names
 from tandem_api.crd.roles import WorkerRole
@@ -122,24 +123,26 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         "startupProbe": http_probe(_started_path(blueprint), "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
-        "resources": _resources(blueprint, workload),
         "volumeMounts": mounts,
     }
+    host_memory = blueprint.model.spec.kv.host_memory
+    if host_memory is not None:
+        container["resources"] = _resources(workload, parse_quantity(host_memory) * workload.ranks_per_pod)
     if is_foreign(blueprint):
         env = [*container["env"], *foreign_env(blueprint, role)]
         container |= {"env": env, **foreign_container(blueprint, role)}
     return container
 
 
-def _resources(blueprint: Blueprint, workload: WorkerRole) -> Manifest:
-    """What the role asks for, and memory for the pinned blocks of its ranks: without it a pod that says nothing would
-    be put where they do not fit, and be ended for it."""
-    resources, host_memory = resources_of(workload.resources), blueprint.model.spec.kv.host_memory
-    if host_memory is None:
-        return resources
-    requests, limits = workload.resources.requests, workload.resources.limits
+def _resources(workload: WorkerRole, needed: Decimal) -> Manifest:
+    """What the role asks for, and as many bytes of memory as its ranks pin: without it a pod that says nothing would be
+    put where they do not fit, and be ended for it."""
+    resources, requests, limits = (
+        resources_of(workload.resources),
+        workload.resources.requests,
+        workload.resources.limits,
+    )
     asked = requests.get("memory", limits.get("memory"))
-    needed = parse_quantity(host_memory) * workload.ranks_per_pod
     if asked is not None and parse_quantity(asked) >= needed:
         return resources
     return {**resources, "requests": {**requests, "memory": str(math.ceil(needed))}}

@@ -107,6 +107,41 @@ def test_measuring_leaves_every_block_as_it_was() -> None:
     assert all(torch.equal(layer, old) for layer, old in zip(cache.layers, before, strict=True))
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_many_blocks_there_and_back_while_others_are_written(place: str) -> None:
+    device = torch.device(place)
+    layers = tuple(KVLayerSpec(block_shape=(2, 8, 16, 128)) for _ in range(4))
+    spec = KVCacheSpec(layers=layers, dtype=torch.bfloat16, block_size=16)
+    cache = allocate_kv_cache(spec, 65, device)
+    for layer in cache.layers:
+        layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16))
+    before = [layer.clone() for layer in cache.layers]
+    pool = HostPool(cache, 129)
+    order = random.Random(3).sample(range(1, 65), 64)
+    for first in (0, 64):
+        pool.launch(Moves(out=tuple(zip(order, range(first + 1, first + 65), strict=True)), into=()))
+        for index, layer in enumerate(cache.layers):
+            pool.before_layer(index)
+            layer.zero_()
+        pool.launch(Moves(out=(), into=tuple(zip(range(first + 1, first + 65), order, strict=True))))
+        for index, (layer, old) in enumerate(zip(cache.layers, before, strict=True)):
+            pool.before_layer(index)
+            assert torch.equal(layer[1:], old[1:])
+    pool.wait(pool.fence())
+    piece = torch.cat([old[order[0]].flatten().view(torch.uint8) for old in before]).cpu()
+    assert torch.equal(pool.rows[1], piece)
+    assert torch.equal(pool.rows[65], piece)
+
+
 class Timeline:
     """Stands in for `torch.cuda`: streams are queues that run only as far as somebody waits, in the order that events
     demand, so a wait that is missing shows as bytes that are not there."""

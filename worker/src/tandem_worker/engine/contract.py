@@ -87,7 +87,8 @@ class RemotePrefill:
     """Reserved blocks of the whole prompt, in order, cached ones included; those are not to be written."""
     endpoints: tuple[str, ...]
     kv_source: str = ""
-    """As in `GenerationRequest`."""
+    """As in `GenerationRequest`, and the next."""
+    kv_source_tokens: int = 0
     cache_salt: str
     priority: float
     prompt_name: bytes = b""

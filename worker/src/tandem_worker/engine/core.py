@@ -206,7 +206,7 @@ class EngineCore:
             priority=order.priority,
         )
         inside.serves_peer = True
-        inside.kv_source = order.kv_source
+        inside.kv_source, inside.kv_source_tokens = order.kv_source, order.kv_source_tokens
         _follow(inside, order.trace)
         self._claim(self._open.peers, order.request_id)
         self._send(lambda: self._runner.choose(inside).peers.submit(inside, order, listener))

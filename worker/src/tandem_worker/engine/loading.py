@@ -20,6 +20,9 @@ _AHEAD_SHARE = 0.25
 """Share of memory up to which blocks are loaded for requests before they come to the head of the queue."""
 _MOST_ASKS = 2
 """A source may be asked once when a request is queued, and once more at the head of the queue, a long time later."""
+_MOST_LOADS = 2
+"""One source may have the beginning of a prompt and another one the rest. Where the first has brought all that it said,
+in time, the request is still no later than a tenth."""
 _LEAST_LEFT = 16
 """An offer leaves at least so many blocks that can be given out, and as many again as it takes."""
 
@@ -70,7 +73,7 @@ class LoadDesk:
             sequence.load_tried = True
             return False
         total = start + run.count
-        likely = total * blocks.block_size
+        likely = (total + run.followed) * blocks.block_size
         if run.hearsay:
             likely = min(likely, max(request.kv_source_tokens, start * blocks.block_size))
         if scheduler.goes_remote(sequence, sequence.num_tokens - likely):
@@ -79,7 +82,8 @@ class LoadDesk:
         if not scheduler.start_loading(sequence, matched, below, run.count):
             return False
         sequence.load_tried = True
-        self._ahead[sequence] = run.count + len(below)
+        sequence.num_loads += 1
+        self._ahead[sequence] = self._ahead.get(sequence, 0) + run.count + len(below)
         load = next(self._numbers)
         order = LoadOrder(
             load=load,
@@ -153,11 +157,15 @@ class LoadDesk:
             return
         if self._orders[load].asks:
             (asker,) = self._forget(load)
-            self._scheduler.ask_done(asker)
+            self._scheduler.load_on(asker, 0)
         else:
             whole = valid == len(self._orders[load].names)
             first, *others = self._forget(load)
-            self._scheduler.load_done(first, valid)
+            if whole and first.num_loads < _MOST_LOADS:
+                first.load_tried = False
+                self._scheduler.load_on(first, valid)
+            else:
+                self._scheduler.load_done(first, valid)
             self._let_go(others, load_tried=not whole)
 
     def cancel(self, sequence: Sequence) -> None:

@@ -44,6 +44,7 @@ class RemotePrefills:
             block_ids=tuple(sequence.block_ids),
             endpoints=request.endpoints,
             kv_source=request.kv_source,
+            kv_source_tokens=request.kv_source_tokens,
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_name=self._name(sequence, tokens),

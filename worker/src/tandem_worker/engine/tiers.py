@@ -23,6 +23,8 @@ class Run:
     """
     hearsay: bool = False
     """A gateway says that they are there: some may not be, and nothing comes of those."""
+    followed: int = 0
+    """Blocks after these that another source is likely to bring, which is asked when these are there."""
     otherwise: Run | None = None
     """What there is where nobody asks, beside a run of no blocks."""
 

@@ -1,12 +1,14 @@
 """Several sources and sinks beside each other, as one tier of the engine's.
 
 Of the sources that have a beginning of what is wanted the one is taken with which the whole of it is there soonest:
-what it brings, and the rest computed.
+what it brings, and the rest computed, or brought by another one that has more. Of that one it is asked for when the
+beginning is there (`engine.loading`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tandem_worker.engine.tiers import BlockSink, BlockSource, LoadOrder, Offer, Run
 
@@ -25,9 +27,7 @@ class CombinedTier:
     def find(
         self, names: Sequence[bytes], seconds_per_block: float | None, holder: str = "", held: int | None = None
     ) -> Run | None:
-        best: tuple[float, float] | None = None
-        chosen: Run | None = None
-        likely = 0
+        found: list[tuple[BlockSource, Run, int, float]] = []
         self._found = self._asker = None
         for source in self._sources:
             run = source.find(names, seconds_per_block, holder)
@@ -37,10 +37,14 @@ class CombinedTier:
                 self._asker = self._asker or source
                 continue
             count = run.count if held is None or not run.hearsay else max(0, min(run.count, held))
-            seconds = run.seconds * count / run.count
-            cost = _cost(count, seconds, len(names), seconds_per_block)
-            if best is None or cost < best:
-                best, chosen, likely, self._found = cost, run, count, source
+            found.append((source, run, count, run.seconds * count / run.count))
+        chosen, likely = None, 0
+        if found:
+            plans = [_plan_rest(found, each, len(names), seconds_per_block) for each in range(len(found))]
+            best = min(range(len(found)), key=lambda each: plans[each][0])
+            self._found, run, likely, _ = found[best]
+            followed = plans[best][1]
+            chosen = replace(run, followed=followed) if followed else run
         if self._asker is not None and likely < len(names):
             # One that has more may be the better one, which is known once it has answered.
             return Run(count=0, seconds=0.0, otherwise=chosen)
@@ -67,8 +71,21 @@ class CombinedTier:
             self._sink.offered(offer)
 
 
-def _cost(count: int, seconds: float, wanted: int, seconds_per_block: float | None) -> tuple[float, float]:
-    """Seconds until all that is wanted is there; where nobody knows what computing takes, who has most comes first."""
+def _plan_rest(
+    found: Sequence[tuple[BlockSource, Run, int, float]], own: int, wanted: int, seconds_per_block: float | None
+) -> tuple[tuple[float, float], int]:
+    """Seconds until all that is wanted is there, if the source `own` is taken first, and how many blocks another one
+    brings then. Where nobody knows what computing takes, who has most comes first. Nobody follows then, or one that may
+    bring less than it is asked for."""
+    _, run, count, seconds = found[own]
     if seconds_per_block is None:
-        return -count, seconds
-    return seconds + (wanted - count) * seconds_per_block, seconds
+        return (-count, seconds), 0
+    rest, followed = (wanted - count) * seconds_per_block, 0
+    if run.hearsay:
+        return (seconds + rest, seconds), 0
+    for _, _, more, took in found:
+        if more > count:
+            joined = took * (more - count) / more + (wanted - more) * seconds_per_block
+            if joined < rest:
+                rest, followed = joined, more - count
+    return (seconds + rest, seconds), followed

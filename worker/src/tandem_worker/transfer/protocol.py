@@ -48,14 +48,14 @@ from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 5
+VERSION = 6
 
 _FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
 _HEADER = struct.Struct("<IBxHQQQ")  # the same, and its sum
-_PREFILL = struct.Struct("<IIIiHHHH")
-"""Tokens, cached tokens, generation, priority, bytes of request id, of salt, of trace context, of the name of a worker
-that has a part of it."""
+_PREFILL = struct.Struct("<IIIiIHHHH")
+"""Tokens, cached tokens, generation, priority, tokens that a worker has of it, bytes of request id, of salt, of trace
+context, of the name of that worker."""
 _BLOCKS = struct.Struct("<HHI")  # layer, spare, first index
 _RANGE = struct.Struct("<HHII")  # layer, spare, first index, count
 _DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the logits
@@ -304,8 +304,8 @@ def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
         raise TransferError("the name of the worker that has a part of the prompt is too long for the KV transport")
     trace = b"" if order.hop is None else order.hop.context.header.encode()
     fixed = _PREFILL.pack(
-        len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority), len(request_id),
-        len(salt), len(trace), len(source),
+        len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority),
+        min(order.kv_source_tokens, len(order.token_ids)), len(request_id), len(salt), len(trace), len(source),
     )  # fmt: skip
     tokens = _little_endian(array("I", order.token_ids)).tobytes()
     return encode_frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt + trace + source)
@@ -314,7 +314,7 @@ def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
 def decode_prefill(body: bytes) -> RemotePrefill:
     """The order as the prefill engine takes it: without blocks and endpoints."""
     try:
-        num_tokens, cached, generation, priority, *sizes = _PREFILL.unpack_from(body)
+        num_tokens, cached, generation, priority, held, *sizes = _PREFILL.unpack_from(body)
         id_bytes, salt_bytes, trace_bytes, source_bytes = sizes
         offset = _PREFILL.size + 4 * num_tokens
         if len(body) != offset + sum(sizes):
@@ -342,6 +342,7 @@ def decode_prefill(body: bytes) -> RemotePrefill:
         block_ids=(),
         endpoints=(),
         kv_source=source,
+        kv_source_tokens=held,
         cache_salt=salt,
         priority=priority,
         hop=None if context is None else Hop(context),

@@ -16,7 +16,6 @@ from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
-from tandem_worker.engine.execute.host_pool import HostPool
 from tandem_worker.engine.execute.step import StepOutput
 from tandem_worker.engine.sample.contract import Sampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
@@ -27,6 +26,7 @@ from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
 
 if TYPE_CHECKING:
     from tandem_worker.engine.execute.heads import HeadRanks
+    from tandem_worker.engine.execute.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class ModelExecutor:
 
     def add_host_pool(self, num_blocks: int) -> None:
         """Have blocks of host memory, block 0 included, for `move_blocks`."""
+        from tandem_worker.engine.execute.host_pool import HostPool
+
         self.host_pool = HostPool(self.kv_cache, num_blocks)
         self.fetch_seconds = self.host_pool.measure_fetch_seconds()
 

@@ -97,13 +97,17 @@ class SequenceQueues:
         sequence.request.endpoints = ()
         self.start_running(sequence)
 
-    def end_loading(self, sequence: Sequence, valid: int) -> None:
+    def stop_loading(self, sequence: Sequence, valid: int) -> None:
         """The first `valid` of the blocks to be loaded are there, under their names from here on; nothing is written
-        to the others any more. The sequence is queued in its place."""
+        to the others any more. The sequence is WAITING, in no queue."""
         self.loading.discard(sequence)
         sequence.num_named += valid
         self.release_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
+
+    def end_loading(self, sequence: Sequence, valid: int) -> None:
+        """As `stop_loading`; the sequence is queued in its place."""
+        self.stop_loading(sequence, valid)
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:

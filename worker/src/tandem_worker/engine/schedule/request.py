@@ -135,6 +135,7 @@ class Sequence:
         "load_tried",
         "lockstep",
         "num_computed",
+        "num_loads",
         "num_named",
         "num_planned",
         "num_prompt",
@@ -183,6 +184,8 @@ class Sequence:
         self.queued_tokens = 0
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
         self.load_asks = 0
+        self.num_loads = 0
+        """How often blocks were brought for it."""
         self.load_tried = False
         """Tiers were asked for its blocks."""
         self.overdue = False

@@ -186,11 +186,10 @@ class Scheduler:
         assert self.host is not None
         self.host.blocks.release(host_blocks, (), self._wall())
 
-    def ask_done(self, sequence: Sequence) -> None:
-        """A source knows now which blocks it has. The sequence waits for those, or is queued in its place."""
-        self.queues.loading.discard(sequence)
-        self.queues.release_blocks(sequence)
-        sequence.move_to(SequenceState.WAITING)
+    def load_on(self, sequence: Sequence, valid: int) -> None:
+        """As `load_done`, and what comes after that may be with a source too, or it knows now which blocks it has. The
+        sequence waits for those, or is queued in its place."""
+        self.queues.stop_loading(sequence, valid)
         if self.hooks.loads is None or not self.hooks.loads.begin(sequence):
             self.queues.enqueue(sequence)
 
