@@ -157,6 +157,8 @@ def disk_settings(size: int) -> dict[str, str]:
         "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(_DISK_BUFFER),
         "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
         "MOONCAKE_OFFSET_EVICTION_POLICY": "fifo",
+        "MOONCAKE_OFFSET_HIGH_RATIO": "0.95",
+        "MOONCAKE_OFFSET_LOW_RATIO": "0.9",
         "MOONCAKE_OFFSET_PERSIST_MODE": "relaxed",
         "MOONCAKE_OFFSET_PERSIST_INTERVAL_SECONDS": "60",  # a hundred bytes for each block that is there
         "MOONCAKE_OFFSET_RECORD_CRC": "0",
