@@ -97,7 +97,7 @@ def build_holder(blueprint: Blueprint, role: Role) -> list[Manifest]:
         disk = int(parse_quantity(store.disk))
         memory += _DISK_BUFFER + disk // 2048
         settings |= disk_settings(disk)
-        arguments.append("--enable_offload=true")
+        arguments += ["--enable_offload=true", "--minloglevel=1"]  # it would write a line for every read
         settle = 2 + (_CLIENT_SECONDS if store.master is None else _OTHERS_CLIENT_SECONDS)
         file = [f"--disk={names.STORE_DISK_PATH}", f"--disk-bytes={_count_disk_bytes(disk)}"]
         program = [*file, f"--settle={settle}", *program]
