@@ -171,7 +171,8 @@ def test_the_kubelet_sees_whether_the_process_above_looks(tmp_path: Path, age: i
     command = holder(with_store(), "-decode")["livenessProbe"]["exec"]["command"]
     if age is not None:
         (tmp_path / "alive").touch()
-        os.utime(tmp_path / "alive", (time.time() - age,) * 2)
+        then = time.time() - age
+        os.utime(tmp_path / "alive", (then, then))
     here = [each.replace(names.STORE_NOTES_PATH, str(tmp_path)) for each in command]
     assert (subprocess.run(here, capture_output=True, check=False).returncode == 0) is lives
 

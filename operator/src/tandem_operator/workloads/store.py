@@ -97,7 +97,7 @@ def build_holder(blueprint: Blueprint, role: Role) -> list[Manifest]:
         disk = int(parse_quantity(store.disk))
         memory += _DISK_BUFFER + disk // 2048
         settings |= disk_settings(disk)
-        arguments.append("--enable_offload=true")
+        arguments += ["--enable_offload=true", "--minloglevel=1"]  # it would write a line for every read
         settle = 2 + (_CLIENT_SECONDS if store.master is None else _OTHERS_CLIENT_SECONDS)
         file = [f"--disk={names.STORE_DISK_PATH}", f"--disk-bytes={_count_disk_bytes(disk)}"]
         program = [*file, f"--settle={settle}", *program]
@@ -157,6 +157,8 @@ def disk_settings(size: int) -> dict[str, str]:
         "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(_DISK_BUFFER),
         "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
         "MOONCAKE_OFFSET_EVICTION_POLICY": "fifo",
+        "MOONCAKE_OFFSET_HIGH_RATIO": "0.95",
+        "MOONCAKE_OFFSET_LOW_RATIO": "0.9",
         "MOONCAKE_OFFSET_PERSIST_MODE": "relaxed",
         "MOONCAKE_OFFSET_PERSIST_INTERVAL_SECONDS": "60",  # a hundred bytes for each block that is there
         "MOONCAKE_OFFSET_RECORD_CRC": "0",

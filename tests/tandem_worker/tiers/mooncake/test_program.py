@@ -145,6 +145,14 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_runs(tmp_path: Path, monke
     assert "spec.kv.store.disk" in note.message
 
 
+def test_a_disk_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_mooncake_obstacle", lambda: None)
+    note = build_supervisor(tmp_path / "none", 1 << 20)._find_obstacle()
+    assert note is not None
+    assert note.reason == STORE_HOLDER_FAILED
+    assert "No such file" in note.message
+
+
 def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kv_cache.data").write_bytes(bytes(1 << 20))
     monkeypatch.setattr(program, "find_mooncake_obstacle", lambda: None)
@@ -176,7 +184,7 @@ def test_what_is_said_is_read_and_taken_back(tmp_path: Path) -> None:
     assert notes.read() is None
 
 
-@pytest.mark.parametrize("said", [b"", b"[1]", b"{", b"[[], {}, 3]"])
+@pytest.mark.parametrize("said", [b"", b"1", b"[1]", b"{", b"[[], {}, 3]"])
 def test_what_cannot_be_read_says_nothing(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "said").write_bytes(said)
     assert Notes(tmp_path).read() is None

@@ -72,7 +72,7 @@ class Notes:
                 reason, message = orjson.loads(file.read(_MOST_BYTES))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             logger.warning("what the container of the store says cannot be read", extra={"error": str(error)})
             return None
         return Note(str(reason), str(message))

@@ -140,8 +140,10 @@ class Supervisor:
         disk, wanted = self._options.disk, self._options.disk_bytes
         if disk is None:
             return None
-        missing = wanted - count_allocated(disk)
-        free = count_free(disk)
+        try:
+            missing, free = wanted - count_allocated(disk), count_free(disk)
+        except OSError as error:
+            return Note(STORE_HOLDER_FAILED, f"the volume of spec.kv.store.disk cannot be looked at: {error}")
         if free >= missing:
             return None
         text = f"the node's disk has {free >> 20} MiB left, and what spec.kv.store.disk asks for needs {missing >> 20}"
