@@ -240,7 +240,7 @@ class Fleet:
             self._links[name] = f"127.0.0.1:{options['linkPort']}"
         running = run_worker(folder, "unified", self._model, forker=self._forker, **options)
         worker = await asyncio.to_thread(self._stack.enter_context, running)
-        async with httpx.AsyncClient(timeout=5) as client, asyncio.timeout(150):
+        async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(150):
             while True:
                 assert worker.process.poll() is None, worker.log.read_text()
                 with contextlib.suppress(httpx.TransportError):
