@@ -108,4 +108,4 @@ def run_collector() -> Iterator[Collector]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)

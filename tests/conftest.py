@@ -20,7 +20,8 @@ __all__ = ("loopback_alone", "module_on_loopback_alone")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tandem")
+settings.register_profile("gate", settings.get_profile("tandem"), derandomize=True, max_examples=50)
+"""The same examples in every run: a change is not refused for what chance finds elsewhere. The full run draws anew."""
 
 _left: list[str] = []
 """What tests left behind, a sentence each."""
@@ -69,9 +70,10 @@ def forker() -> Iterator[Forker]:
     forker.close()
 
 
-def pytest_configure() -> None:
-    """Note what this process makes in the temporary folder."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what this process makes in the temporary folder, and settle how hypothesis draws before modules are read."""
     leftovers.watch_temporary_files()
+    settings.load_profile("gate" if "not full" in config.getoption("markexpr") else "tandem")
 
 
 @pytest.hookimpl(trylast=True)

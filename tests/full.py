@@ -11,6 +11,10 @@ FULL: dict[str, str] = {
         "7 s: a figure of the benchmark; the planner's own tests and the replay's stay",
     "tests/bench/test_autoscaling.py::test_replicas_that_do_both_attain_a_ramp_with_fewer_gpus_than_a_static_fleet":
         "7 s: as the one above, for the other kind of fleet",
+    "tests/bench/test_routing.py::test_four_gateways_serve_agents_as_one_does":
+        "1 s: a figure of the benchmark; that four gateways hit as one does stays",
+    "tests/cluster/test_lanes.py::test_pytest_xdist_keeps_a_group_in_one_lane":
+        "5 s: three processes of pytest; how groups are written stays, and every run of the e2e suite goes by them",
     "tests/bench/gpu/test_parts.py::test_failing_tests_are_named_and_run_again_with_blocking_launches":
         "3 s: a tool for machines with a GPU; its other parts stay",
     "tests/bench/gpu/test_parts.py::test_tests_that_all_skip_themselves_are_wrong_on_a_gpu":
@@ -35,6 +39,11 @@ FULL: dict[str, str] = {
         "4 s: the search is tested by itself in test_capacity.py",
     "tests/tandem_sim/test_baselines.py::test_in_the_simulator_it_follows_a_jump_and_comes_back":
         "2 s: a baseline of the benchmark",
+    "tests/tandem_worker/engine/execute/test_arena.py::test_counting_does_not_load_the_compiler":
+        "2 s of a process of its own: process/test_imports.py shows it of a worker that serves",
+    "tests/tandem_worker/host/test_postponed.py::test_what_is_left_comes_when_it_is_asked_for":
+        "5 s: torch whole and in parts, in two processes, which differ with torch's release alone; that another one is"
+        " imported whole, and that what is left comes when a model asks for it, stay",
     "tests/tandem_worker/host/test_environment.py::test_compiled_products_take_bounded_memory":
         "5 s: hundreds of shapes; that the bound is set is tested by itself",
     "tests/tandem_worker/kernels/test_compiles_for_hopper.py::test_matrix_kernels[mla_decode_attention of one rank's":

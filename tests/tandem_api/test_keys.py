@@ -186,5 +186,5 @@ class TestKeyFile:
             other.rename(path)
         stop.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert not wrong

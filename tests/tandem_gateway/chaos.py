@@ -70,12 +70,12 @@ def build_model(folder: Path) -> Path:
     return folder
 
 
-def list_requests() -> list[Request]:
+def list_requests(seeds: int = SEEDS) -> list[Request]:
     """Answers of some seconds, so that they meet the faults."""
     requests: list[Request] = []
     for kind in MIXED:
         path, body = KINDS[kind]
-        for seed in range(SEEDS):
+        for seed in range(seeds):
             room = "max_output_tokens" if path == RESPONSES else "max_tokens"
             longer = {room: 150} if "ignore_eos" in body else {}
             requests.append((path, body | longer | {"seed": seed}))
@@ -240,7 +240,7 @@ class Fleet:
             self._links[name] = f"127.0.0.1:{options['linkPort']}"
         running = run_worker(folder, "unified", self._model, forker=self._forker, **options)
         worker = await asyncio.to_thread(self._stack.enter_context, running)
-        async with httpx.AsyncClient(timeout=5) as client, asyncio.timeout(150):
+        async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(150):
             while True:
                 assert worker.process.poll() is None, worker.log.read_text()
                 with contextlib.suppress(httpx.TransportError):
@@ -323,9 +323,11 @@ async def open_fleet(
 class Run:
     """Streams, and whether each is what it would be without any fault."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, seeds: int = SEEDS) -> None:
+        """`seeds`: of each kind of request so many."""
         self.fleet = fleet
-        self.requests = list_requests()
+        self.seeds = seeds
+        self.requests = list_requests(seeds)
         self.expected: list[dict[str, Any]] = []
         self.results: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -358,7 +360,7 @@ class Run:
             result = f"failed: {type(error).__name__}"
         self.results[result] += 1
         if result != "right":
-            kind = MIXED[index // SEEDS]
+            kind = MIXED[index // self.seeds]
             self.problems.append(f"{number} ({kind}, seed {body['seed']}): {result} {detail}")
 
     async def run(self, count: int, at_once: int, *, until: Callable[[], bool] = lambda: False) -> None:

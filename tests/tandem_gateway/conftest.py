@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from tandem_api.launch import GatewayConfig, GatewayTimeouts
 from tandem_api.names import Role
 from tandem_gateway.process.server import Server
@@ -23,9 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # `processes`, for the tests tha
 from processes import launch, launch_worker  # noqa: F401
 
 MODEL = "toy"
-# Wall time says nothing on a machine that other work shares.
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared-machine")
 
 
 @dataclass
@@ -40,8 +36,8 @@ class Received:
         return json.loads(self.body)
 
 
-async def until(condition: Callable[[], object], *, wait: float = 5.0) -> None:
-    """Return as soon as `condition` holds."""
+async def until(condition: Callable[[], object], *, wait: float = 60.0) -> None:
+    """Return as soon as `condition` holds. `wait` ends what hangs: no test is about it."""
     async with asyncio.timeout(wait):
         while not condition():  # noqa: ASYNC110  (what is waited for has no event to wait on)
             await asyncio.sleep(0.005)

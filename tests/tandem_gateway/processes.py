@@ -21,7 +21,7 @@ class Process:
 
     async def wait_listening(self) -> None:
         assert self.process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while line := await self.process.stderr.readline():
                 event = json.loads(line)
                 if event["message"] == "listening":
@@ -97,7 +97,7 @@ async def launch_worker() -> AsyncIterator[Callable]:
         process = await asyncio.create_subprocess_exec(sys.executable, str(script), *arguments, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return process, int(await process.stdout.readline())
 
     yield start

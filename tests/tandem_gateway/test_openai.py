@@ -16,7 +16,7 @@ async def client() -> AsyncIterator[Callable[[object], openai.AsyncOpenAI]]:
     made: list[openai.AsyncOpenAI] = []
 
     def make(running) -> openai.AsyncOpenAI:
-        made.append(openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=10))
+        made.append(openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60))
         return made[-1]
 
     yield make

@@ -22,7 +22,6 @@ from tests.tandem_worker.process.conftest import WorkerProcess, eventually, run_
 from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
 
-pytestmark = pytest.mark.timeout(300)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
 FUNCTION: Any = {"type": "function", "name": "look_up", "parameters": SCHEMA, "strict": True}

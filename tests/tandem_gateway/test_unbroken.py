@@ -15,7 +15,7 @@ from tests.tandem_worker.process.forking import Forker
 @pytest.mark.timeout(600)
 async def test_streams_outlive_their_workers(forker: Forker) -> None:
     async with open_fleet(3, forker, idle_seconds=6.0, first_token_seconds=20.0) as fleet:
-        run = Run(fleet)
+        run = Run(fleet, seeds=1)
         await run.learn()
         resumes = fleet.gateway.metrics.resumes
 
@@ -34,15 +34,16 @@ async def test_streams_outlive_their_workers(forker: Forker) -> None:
                 await running
                 if signal.SIGCONT not in signals:
                     await fleet.remove(name)
-                    await fleet.add()
                 if resumes[cause] > before:
                     return
+                if signal.SIGCONT not in signals:
+                    await fleet.add()
             raise AssertionError(f"no stream was moved for {cause}: {resumes}")
 
         await run.run(len(run.requests), len(run.requests))
         assert not resumes, "nothing happened yet"
         fleet.set_share(0.7)
-        await run.run(2 * len(run.requests), len(run.requests))
+        await run.run(4 * len(run.requests), 2 * len(run.requests))
         fleet.set_share(0.0)
         assert sum(cutter.cuts for cutter in fleet.cutters.values()) > 10
         assert resumes["reset"] > 10

@@ -50,7 +50,7 @@ async def test_many_first_requests_are_held_and_answered(start_gateway: Any, sta
         assert traffic is not None
         assert traffic.waiting_requests == 0
         assert traffic.idle_seconds is not None
-        assert 0 < traffic.idle_seconds < 10
+        assert 0 < traffic.idle_seconds < 100
 
 
 async def test_an_ejected_worker_is_no_sleep(start_gateway: Any, start_worker: Any) -> None:

@@ -3,12 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hypothesis import settings
-
 HERE = Path(__file__).parent
 FOLDERS = (HERE, *(HERE / name for name in ("reconcile", "autoscale", "rollout", "workloads")))
 # `operator_objects` and servers, clusters and histories that tests of several rooms share.
 sys.path[:0] = map(str, FOLDERS)
-
-settings.register_profile("busy", deadline=None)  # how long an example takes says more about the machine than the code
-settings.load_profile("busy")

@@ -32,7 +32,7 @@ from tandem_operator.weights.commits import CommitAnswer, CommitQuestion
 from tandem_operator.weights.hub import HubPolicy
 from tandem_operator.workloads.blueprint import digest
 
-HISTORIES = int(os.environ.get("TANDEM_WHOLE_HISTORIES", "5"))
+HISTORIES = int(os.environ.get("TANDEM_WHOLE_HISTORIES", "3"))
 FIRST = int(os.environ.get("TANDEM_FIRST_HISTORY", "0"))
 KEY = ModelKey("n", "m")
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n/inferencemodels/m"
@@ -492,7 +492,7 @@ async def settle(made: World, *, where: str, within: int = 900) -> None:
 HF: Mapping[str, Any] = {"model": {"uri": "hf://org/repo"}}
 
 
-@pytest.mark.timeout(max(120, 20 * HISTORIES))
+@pytest.mark.timeout(max(600, 20 * HISTORIES))
 async def test_a_moved_branch_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
@@ -594,7 +594,7 @@ def ask_for(made: World, roles: Manifest, said: list[str]) -> None:
     said.append("canary" if rollout.get("canary") else "plain")
 
 
-@pytest.mark.timeout(max(120, 20 * HISTORIES))
+@pytest.mark.timeout(max(600, 20 * HISTORIES))
 async def test_whatever_happens_the_last_wish_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)

@@ -20,7 +20,6 @@ from tandem_sim.progress import Progress
 from tandem_sim.synthetic import make_like_azure, write
 from tandem_sim.traces import read
 
-pytestmark = pytest.mark.timeout(240)  # one run of everything: seconds of computing, longer on a busy machine
 PROFILE = {
     "name": "measured", "source": "a test", "prefill_token_seconds": 2.5e-4, "step_seconds": 0.01, "kv_tokens": 300_000,
     "step_context_seconds": 1e-7,

@@ -49,7 +49,6 @@ def check(found: dict[str, Any], stages: list[str]) -> None:
         assert found[name]["dry_run"] is True
 
 
-@pytest.mark.timeout(180)
 def test_variants_and_tools(tmp_path: Path) -> None:
     """The quickest two, in every run of the unit tests."""
     check(dry_run(["variants", "tools"], tmp_path), ["variants", "tools"])

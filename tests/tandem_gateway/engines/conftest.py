@@ -53,7 +53,7 @@ async def client() -> AsyncIterator[Callable[[Any], openai.AsyncOpenAI]]:
     made: list[openai.AsyncOpenAI] = []
 
     def make(running: Any) -> openai.AsyncOpenAI:
-        made.append(openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=20))
+        made.append(openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60))
         return made[-1]
 
     yield make

@@ -66,21 +66,24 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", [*ATTACKS, *BODIES])
-async def test_others_do_not_wait(launch, launch_worker, connect, name: str) -> None:
+def post(body: bytes) -> bytes:
+    path = b"/v1/chat/completions" if b"messages" in body else b"/v1/completions"
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return head % (path, len(body)) + body
+
+
+@pytest.mark.parametrize("attacks", [ATTACKS, {name: post(body) for name, body in BODIES.items()}],
+                         ids=["HTTP", "bodies"])  # fmt: skip
+async def test_others_do_not_wait(launch, launch_worker, connect, attacks: dict[str, bytes]) -> None:
+    """One attack after another on one process: it remembers none of them."""
     _, port = await launch_worker()
     process = await launch("--worker", f"url=127.0.0.1:{port}", "--no-access-log")
-    if name in BODIES:
-        path = b"/v1/chat/completions" if b"messages" in BODIES[name] else b"/v1/completions"
-        data = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-        data %= (path, len(BODIES[name]), BODIES[name])
-    else:
-        data = ATTACKS[name]
     await attack_with(process, connect, CLOSE)
-    before = process.rss_mib
-    attack = asyncio.create_task(attack_with(process, connect, data))
-    assert await longest_wait(process, connect, attack) < STALL_SECONDS
-    assert process.rss_mib < before + 60
+    for name, data in attacks.items():
+        before = process.rss_mib
+        attack = asyncio.create_task(attack_with(process, connect, data))
+        assert await longest_wait(process, connect, attack) < STALL_SECONDS, name
+        assert process.rss_mib < before + 60, name
 
 
 async def test_answers_that_nobody_reads_are_not_made(launch, connect) -> None:

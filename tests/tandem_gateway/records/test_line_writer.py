@@ -24,7 +24,7 @@ async def test_a_blocked_standard_output_stops_nothing(launch, start_worker, cha
                 assert head.startswith(b"HTTP/1.1 200")
                 await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
     process.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         stdout, _ = await process.process.communicate()
     assert process.process.returncode == 0
     assert sum(json.loads(line)["message"] == "request" for line in stdout.splitlines()) == 4000

@@ -147,7 +147,7 @@ async def test_a_preflight_leaves_the_connection_open_and_has_no_body(start_gate
 async def test_errors_of_workers_and_failures_say_so(start_gateway: Any, start_worker: Any, fault: Any) -> None:
     worker = await start_worker(behaviours=[fault.die, fault.die, fault.die])
     running = await start_gateway(worker, cors=CORSRules(**RULES))
-    async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
         answer = await ask(client, "POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code >= 500
     assert answer.headers["access-control-allow-origin"] == PAGE

@@ -58,7 +58,6 @@ class Clients:
     [(NUMBERS, 8, b"413"), (TOKENS, 8, b"200"), (TEXT, 16, b"200")],
     ids=["numbers", "tokens", "text"],
 )
-@pytest.mark.timeout(120)
 async def test_no_stream_waits_for_more_than_one_of_many(
     start_gateway, start_worker, until, body, count, status
 ) -> None:

@@ -95,7 +95,6 @@ async def test_what_a_link_that_breaks_leaves(
             assert (await stream.get_final_response()).output_text == "answer 3"
 
 
-@pytest.mark.timeout(300)
 async def test_what_a_killed_worker_leaves(forker: Forker) -> None:
     """Every stream either ends whole and is kept as its client saw it, or is told to have broken and is not there."""
     async with open_fleet(2, forker, native=True, idle_seconds=200.0, first_token_seconds=200.0) as fleet:

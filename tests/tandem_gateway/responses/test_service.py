@@ -21,7 +21,6 @@ from tandem_gateway.responses.conversation import MAX_DEPTH
 
 from tests.tandem_gateway.conftest import FakeWorker, Received, Running, begin_stream, chunk, send_json, until
 
-pytestmark = pytest.mark.timeout(60)
 KEPT = StoreLimits(max_bytes=4 << 20, ttl_seconds=600)
 REASONING = {"id": "rs_1", "type": "reasoning", "status": "completed", "summary": [],
              "content": [{"type": "reasoning_text", "text": "let me see"}]}  # fmt: skip
@@ -122,7 +121,7 @@ def start(start_gateway: Any, start_worker: Any) -> Start:
 
 
 def connect(running: Running, key: str = "mine") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture
@@ -484,7 +483,7 @@ async def test_long_conversations_are_continued_one_in_a_turn(start: Start, monk
         leaves = clients.pop()[1]
         await asyncio.sleep(0)
         leaves.transport.abort()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (len(continued) < 16 and running.server.intake.turns) or len(continued) < 15:
                 await asyncio.sleep(0)
                 turn += 1
@@ -539,7 +538,7 @@ async def test_a_body_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch
 async def test_answers_that_nobody_reads_are_counted(start: Start) -> None:
     """A hundred bytes ask for a large response, on several connections and many times on each."""
     running, worker = await start(max_held_bytes=4 << 20, response_store=StoreLimits(max_bytes=2 << 20))
-    async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
         worker.behaviours += [answer_with(message("x" * 100_000))]  # twice: its id has the text, too
         made = (await http.post("/v1/responses", json={"model": "toy", "input": "x"})).json()
         assert made["store"] is True

@@ -172,7 +172,6 @@ def test_it_is_a_part_of_the_budget_and_at_most_half_of_it() -> None:
     assert not put(store, "late"), "a request that was under way when it was turned off"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("tenants", [1, 2000])
 @pytest.mark.parametrize("size", [1, 2000])
 def test_it_holds_no_more_than_it_says(tenants: int, size: int) -> None:
@@ -304,7 +303,6 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories: Any = Histories.TestCase
 TestHistories.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
-TestHistories.pytestmark = [pytest.mark.timeout(120)]
 
 
 @settings(max_examples=30)

@@ -17,7 +17,7 @@ PREFILL = Worker(name="p", address="10.0.0.1:8000", role=Role.PREFILL, revision=
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  (what is waited for has no event to wait on)
             await asyncio.sleep(0.005)
 

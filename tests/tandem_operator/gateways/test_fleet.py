@@ -84,7 +84,7 @@ class Watching:
         )
 
     async def until(self, holds: Callable[[FleetView], object]) -> FleetView:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds(view := self.watch.view(KEY)):  # noqa: ASYNC110 -- the other end is a server
                 await asyncio.sleep(0.01)
         return view
@@ -144,7 +144,7 @@ async def test_only_changes_of_admission_cause_a_look(gateways: Gateways, watchi
 
 
 async def until_asked(gateways: Gateways, host: str, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while gateways.asked[host] < count:  # noqa: ASYNC110 -- the other end is a server
             await asyncio.sleep(0.01)
 
@@ -330,7 +330,7 @@ async def test_gateways_of_a_model_that_sleeps_are_asked_to_tell_of_a_request(ga
 
 
 async def reach(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 -- the other end is a server
             await asyncio.sleep(0.01)
 

@@ -100,7 +100,7 @@ async def server() -> AsyncIterator[APIServer]:
 
 
 async def until(holds: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 -- the other end is a server
             await asyncio.sleep(0.02)
 
@@ -108,7 +108,7 @@ async def until(holds: Any) -> None:
 async def end(running: asyncio.Task[int]) -> None:
     assert not running.done()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 20) == 0
+    assert await asyncio.wait_for(running, 60) == 0
 
 
 @pytest.fixture

@@ -685,7 +685,7 @@ class Weights:
         self.hub.forget(KEY)
         self._answered.clear()
         await self.operator.look()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._answered.wait()
         await self.operator.look()
         return [path for path in self._server.written if "/events/" not in path]
@@ -847,7 +847,7 @@ async def asking(operator: Operator) -> AsyncIterator[None]:
 
 
 async def until_reported(operator: Operator) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not operator.fleet.view(KEY).standings:  # noqa: ASYNC110 -- the other end is a server
             await asyncio.sleep(0.01)
 
@@ -925,7 +925,7 @@ async def test_gateways_that_cannot_be_asked_are_named_where_workers_wait_for_th
     server.refuse["GET", "/fleet"] = (500, "no")
     async with asking(operator):
         await operator.look()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "it answers 500" not in operator.fleet.view(KEY).silent.values():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     await operator.look()

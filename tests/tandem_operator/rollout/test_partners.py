@@ -87,7 +87,6 @@ def floor(plan: Blueprint) -> Fraction:
     return min(Fraction(max(0, count - rollout.unavailable_of(count)), count) for count in counts)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("prefill", "decode"), SHAPES)
 @pytest.mark.parametrize(("budget", "kind"), [(0, "VLLM"), (1, "Tandem"), (2, "VLLM"), (3, "Tandem")])
 def test_a_role_that_is_added_or_removed_costs_no_more_than_the_promise(

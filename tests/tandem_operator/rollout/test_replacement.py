@@ -576,7 +576,7 @@ _WISHES: dict[str, Callable[[Cluster, st.DataObject], None]] = {
 }
 
 
-@pytest.mark.timeout(max(60, HISTORIES))
+@pytest.mark.timeout(max(600, HISTORIES))
 @settings(max_examples=HISTORIES)
 @given(made=clusters(), data=st.data())
 def test_random_histories(made: Cluster, data: st.DataObject) -> None:

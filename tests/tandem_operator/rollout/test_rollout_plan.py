@@ -431,7 +431,7 @@ EVENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(max(60, HISTORIES))
+@pytest.mark.timeout(max(600, HISTORIES))
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_random_histories(shape: int) -> None:
     """Whatever happens: no more is tried than may be, no step costs more than the promise, and in the end all workers

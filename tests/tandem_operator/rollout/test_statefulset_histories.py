@@ -195,7 +195,7 @@ SHAPES: list[dict[str, Any]] = [
 BUDGETS: list[dict[str, Any]] = [{}, {"maxSurge": 1, "maxUnavailable": 0}, {"maxUnavailable": 1}, {"maxSurge": 2}]
 
 
-@pytest.mark.timeout(max(60, HISTORIES))
+@pytest.mark.timeout(max(600, HISTORIES))
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_random_histories(shape: int) -> None:
     """What the operator does, and what controllers make of it, never costs more than the promise; and it ends."""

@@ -49,7 +49,7 @@ class Asker:
         """What is known once the hub has been asked."""
         self.answered.clear()
         if self.hub.ask(KEY, question) is None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await self.answered.wait()
         answer = self.hub.ask(KEY, question)
         assert answer is not None
@@ -108,7 +108,7 @@ async def test_a_branch_is_resolved_and_its_move_is_seen_when_it_is_time(
     asker.now = 601
     asker.answered.clear()
     assert asker.hub.ask(KEY, about(endpoint)) == before, "what is known holds meanwhile"
-    await asyncio.wait_for(asker.answered.wait(), 10)
+    await asyncio.wait_for(asker.answered.wait(), 60)
     assert (await asker.ask(about(endpoint))).commit == moved
 
 
@@ -131,7 +131,7 @@ async def test_a_private_repository_opens_with_the_token_of_the_secret(
     asker.now += 100
     asker.answered.clear()
     asker.hub.ask(KEY, private)
-    await asyncio.wait_for(asker.answered.wait(), 10)
+    await asyncio.wait_for(asker.answered.wait(), 60)
     assert "no key 'token'" in (await asker.fail(private))[2]
     asker.keep_token(f"{TOKEN}\n")
     asker.hub.forget(KEY)
@@ -172,7 +172,7 @@ async def test_a_hub_that_is_away_is_asked_again_ever_later(
         asker.answered.clear()
         answer = asker.hub.ask(KEY, gone, can_wait=can_wait)
         assert asker.hub.look_after(KEY) is None, "it is being asked"
-        await asyncio.wait_for(asker.answered.wait(), 10)
+        await asyncio.wait_for(asker.answered.wait(), 60)
         waits.append(asker.hub.look_after(KEY) or 0)
         asker.now += waits[-1]
     assert waits == expected

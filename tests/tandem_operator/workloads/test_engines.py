@@ -155,7 +155,6 @@ async def run_drain(port: int, config: Any) -> tuple[int, str]:
     return process.returncode or 0, output.decode()
 
 
-@pytest.mark.timeout(90)
 @KINDS
 async def test_a_worker_ends_once_it_has_nothing_to_do(kind: str, tmp_path: Any) -> None:
     name = "vllm:num_requests_running" if kind == "VLLM" else "sglang:num_running_reqs"
@@ -180,7 +179,6 @@ async def test_a_worker_ends_once_it_has_nothing_to_do(kind: str, tmp_path: Any)
     assert (code, words.startswith("no metrics, so nothing to wait for")) == (0, True)
 
 
-@pytest.mark.timeout(90)
 async def test_it_waits_no_longer_than_drain_timeout(tmp_path: Any) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

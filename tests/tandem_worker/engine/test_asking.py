@@ -47,7 +47,7 @@ class AskingTier:
     def offered(self, offer: Offer | None) -> None: ...
 
     def await_start(self) -> LoadOrder:
-        assert self.started.acquire(timeout=10)
+        assert self.started.acquire(timeout=60)
         return self.orders[-1]
 
 

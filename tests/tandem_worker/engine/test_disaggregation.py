@@ -33,7 +33,7 @@ def pair(make_rig: MakeRig) -> tuple[Rig, Rig, Wire]:
     return prefill, decode, Wire(prefill.engine, decode.engine)
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

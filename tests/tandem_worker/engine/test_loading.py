@@ -21,7 +21,7 @@ OTHER = tuple(range(40, 61))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.001)
@@ -80,7 +80,7 @@ class ScriptedTier:
         self.engine.load_ended(order.load, count if valid is None else valid)
 
     def await_start(self) -> None:
-        assert self.started.acquire(timeout=10)
+        assert self.started.acquire(timeout=60)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, SamplingParams
 
-pytestmark = pytest.mark.timeout(180)
 StartGroup = Callable[..., AbstractContextManager[Any]]
 
 

@@ -57,7 +57,6 @@ print((anonymous() - before) >> 10)
 """
 
 
-@pytest.mark.timeout(300)
 def test_compiled_products_take_bounded_memory() -> None:
     """One for every number of rows: 600 MiB with the caches that torch and oneDNN have by themselves."""
 

@@ -194,7 +194,6 @@ def try_worker(folder: Path, paged_sequences: Any) -> torch.Tensor | StartupErro
         return error
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("specimen", "key"), cases())
 def test_a_changed_key(specimen: Specimen, key: str, paged_sequences: Any, tmp_path: Path) -> None:
     raw = specimen.small()
@@ -224,7 +223,6 @@ def test_a_changed_key(specimen: Specimen, key: str, paged_sequences: Any, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("specimen", SPECIMENS.values(), ids=SPECIMENS)
 def test_keys_that_no_family_reads_change_nothing(specimen: Specimen, paged_sequences: Any, tmp_path: Path) -> None:
     """All at once, as published configurations of earlier releases bring them."""

@@ -128,7 +128,6 @@ def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families
             assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "families"),
     [

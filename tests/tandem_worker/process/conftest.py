@@ -73,7 +73,7 @@ class WorkerProcess:
 
     def get(self, path: str) -> httpx.Response:
         """From the metrics port, often: so no certificates are read, which plain HTTP has no use for."""
-        return httpx.get(self.metrics_url + path, timeout=10, verify=False)
+        return httpx.get(self.metrics_url + path, timeout=60, verify=False)
 
     def complete(
         self, prompt: Any, *, prefill: str | None = None, source: str | None = None, **options: Any
@@ -171,7 +171,7 @@ def run_worker(
         yield WorkerProcess(process, *urls, f"127.0.0.1:{kv_port}", log)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def await_ready(worker: WorkerProcess) -> WorkerProcess:

@@ -47,7 +47,7 @@ class Crowd:
     def connect(self) -> socket.socket:
         while len(self._open) >= MOST_OPEN:
             self._open.popleft().close()
-        sock = socket.create_connection(("127.0.0.1", self._port), 5, source_address=(self._source, 0))
+        sock = socket.create_connection(("127.0.0.1", self._port), 60, source_address=(self._source, 0))
         self._open.append(sock)
         sock.settimeout(1.0)
         return sock

@@ -17,7 +17,6 @@ import torch
 
 from tests.tandem_worker.process.conftest import eventually
 
-pytestmark = pytest.mark.timeout(240)
 TEXT = "The quick brown fox jumps over the lazy dog. "
 USED = "tandem_worker_kv_blocks_used"
 
@@ -189,9 +188,9 @@ def test_a_client_that_leaves_frees_blocks_on_both(
     with socket.create_connection((host, int(port))) as client:
         client.sendall((head + body).encode())
         busy = pair.prefill if length > 1000 else pair.decode
-        workers.eventually(lambda: busy.metric(USED) > 0, 10, "the request runs")
+        workers.eventually(lambda: busy.metric(USED) > 0, 60, "the request runs")
     for worker in (pair.decode, pair.prefill):
-        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 2.0, "no block is in use")
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
 
 
 def test_an_unreachable_prefill_worker_is_done_without(pair: SimpleNamespace) -> None:
@@ -223,7 +222,7 @@ def test_killing_the_prefill_worker_mid_request(
             target=lambda: answer.update(pair.decode.complete(prompt, prefill=victim.kv, **options))
         )
         request.start()
-        workers.eventually(lambda: victim.metric(USED) > 0, 10, "the prefill worker computes")
+        workers.eventually(lambda: victim.metric(USED) > 0, 60, "the prefill worker computes")
         victim.process.send_signal(signal.SIGKILL)
         request.join(30)
     assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 6)
@@ -242,8 +241,8 @@ def test_a_draining_prefill_worker_finishes_its_prompts(
             )
         )
         request.start()
-        workers.eventually(lambda: leaving.metric(USED) > 0, 10, "the prefill worker computes")
+        workers.eventually(lambda: leaving.metric(USED) > 0, 60, "the prefill worker computes")
         leaving.process.send_signal(signal.SIGTERM)
         request.join(30)
         assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
-        assert leaving.process.wait(10) == 0
+        assert leaving.process.wait(60) == 0

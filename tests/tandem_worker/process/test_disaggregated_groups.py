@@ -92,7 +92,7 @@ def test_answers_equal_those_of_one_process(
         # A machine so busy that a rank is not heard of for 5 s costs an order its prefill worker, not its answer.
         assert other.metric("tandem_worker_prefills_total", where="remote") > len(conversations) / 2
         for worker in (one, other):
-            workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 2.0, "no block is in use")
+            workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
 
 
 def test_a_killed_rank_of_the_prefill_worker_costs_time_not_the_request(
@@ -110,11 +110,11 @@ def test_a_killed_rank_of_the_prefill_worker_costs_time_not_the_request(
             target=lambda: answers.append(answer_of(decode, prompt, prefill=victim.kv, max_tokens=6))
         )
         request.start()
-        workers.eventually(lambda: victim.metric(USED) > 0, 10, "the prefill worker computes")
+        workers.eventually(lambda: victim.metric(USED) > 0, 60, "the prefill worker computes")
         (follower,) = children_of(victim.process.pid)
         os.kill(follower, signal.SIGKILL)
         request.join(60)
-        assert victim.process.wait(10) == 1
+        assert victim.process.wait(60) == 1
         assert decode.metric("tandem_worker_prefills_total", where="fallback") == 1
         assert answer_of(decode, prompt, max_tokens=6) == answers[0]
     with workers.run(tmp_path, "unified", tiny_model) as single:

@@ -17,7 +17,6 @@ from tandem_worker.process.build import _fetch_draft
 from tests.tandem_worker.model.draft.heads import HeadSpec, draw_tensors, save_head
 from tests.tandem_worker.process.test_disaggregated import oracle, prompt_of
 
-pytestmark = pytest.mark.timeout(240)
 SPEC = HeadSpec(draft_vocab_size=257, layer_ids=(1, 2, 3), vocab_size=257)
 
 

@@ -87,7 +87,7 @@ def test_the_first_failure_is_raised_at_once(error: BaseException) -> None:
         raise error
 
     released = threading.Event()
-    steps = [step("slow", run=lambda: released.wait(20)), step("fails", run=fail), step("after", "fails", "slow")]
+    steps = [step("slow", run=lambda: released.wait(60)), step("fails", run=fail), step("after", "fails", "slow")]
     observer = Observer()
     with pytest.raises(type(error)) as raised:
         run_steps(steps, observer)
@@ -103,7 +103,7 @@ def test_threads_end_with_their_steps() -> None:
     steps = [step(name, run=lambda: found.append(threading.current_thread())) for name in "abc"]
     run_steps(steps, Observer())
     for thread in found:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         assert thread is not threading.current_thread()
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
 RESOLVER = """
 import socket
 known = socket.getaddrinfo
@@ -54,7 +53,7 @@ def test_a_killed_rank_takes_the_group_down_and_it_serves_again(
             (follower,) = ranks(worker.process)
             if attempt:  # the second time it ends in order
                 worker.process.send_signal(signal.SIGTERM)
-                assert worker.process.wait(20) == 0
+                assert worker.process.wait(60) == 0
                 assert not alive(follower)
                 continue
             answer = kill_while_busy(workers, worker, follower)
@@ -74,10 +73,10 @@ def kill_while_busy(workers: SimpleNamespace, worker: Any, pid: int) -> dict[str
 
     running = threading.Thread(target=ask)
     running.start()
-    workers.eventually(lambda: worker.metric("tandem_worker_kv_blocks_used") > 0, 10, "the request runs")
+    workers.eventually(lambda: worker.metric("tandem_worker_kv_blocks_used") > 0, 60, "the request runs")
     os.kill(pid, signal.SIGKILL)
-    assert worker.process.wait(8) == 1
-    running.join(5)
+    assert worker.process.wait(60) == 1
+    running.join(60)
     return answer
 
 
@@ -87,8 +86,8 @@ def test_a_killed_leader_leaves_nobody_behind(workers: SimpleNamespace, tiny_mod
         workers.await_ready(worker)
         (follower,) = ranks(worker.process)
         worker.process.kill()
-        worker.process.wait(5)
-        workers.eventually(lambda: not alive(follower), 5, "the follower ends too")
+        worker.process.wait(60)
+        workers.eventually(lambda: not alive(follower), 60, "the follower ends too")
 
 
 @pytest.mark.full
@@ -140,7 +139,7 @@ def test_two_pods_meet_again_after_one_has_died(workers: SimpleNamespace, tiny_m
             assert (refused.status_code, refused.headers["x-tandem-retry"]) == (503, "1")
             assert "ask m-0" in refused.json()["error"]["message"]
             leader.process.send_signal(signal.SIGKILL)
-            assert follower.process.wait(8) == 1
+            assert follower.process.wait(60) == 1
     assert "the leader is gone" in termination_message(follower)["message"]
     with start(0) as leader:
         with start(1) as follower:
@@ -148,7 +147,7 @@ def test_two_pods_meet_again_after_one_has_died(workers: SimpleNamespace, tiny_m
             assert leader.complete(PROMPT, max_tokens=16)["choices"][0]["text"] == first
             follower.process.send_signal(signal.SIGTERM)  # an evicted follower ends the group in order
             assert follower.process.wait(30) == 0
-        assert leader.process.wait(10) == 0
+        assert leader.process.wait(60) == 0
 
 
 def answers(worker: Any, path: str) -> bool:
@@ -177,4 +176,4 @@ def test_groups_of_different_shapes_prefill_and_decode(
             answer = decode.complete(prompt, prefill=prefill.kv, max_tokens=12)
             assert answer["choices"][0]["text"] == expected
             assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
-        workers.eventually(lambda: prefill.metric("tandem_worker_kv_blocks_used") == 0, 5, "blocks are released")
+        workers.eventually(lambda: prefill.metric("tandem_worker_kv_blocks_used") == 0, 60, "blocks are released")

@@ -22,7 +22,6 @@ from tandem_worker.host.errors import AuthenticationError
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import Purpose
 
-pytestmark = pytest.mark.timeout(240)
 BODY = {"model": "tiny", "prompt": "The quick brown fox jumps over the lazy dog. " * 3, "max_tokens": 2}
 PROBES = ("/healthz", "/readyz", "/metrics", "/telemetry")
 
@@ -127,7 +126,7 @@ def test_strangers_and_wrong_keys_are_told_nothing(guarded: SimpleNamespace) -> 
         (guarded.keys.rings["peers"], Purpose.GROUP),
     ):
         with pytest.raises(AuthenticationError):
-            dial("127.0.0.1", port_of(guarded.prefill.kv), ring, purpose, seconds=10)
+            dial("127.0.0.1", port_of(guarded.prefill.kv), ring, purpose, seconds=60)
     refused = "tandem_worker_refused_connections_total"
     assert guarded.prefill.metric(refused, port="kv", reason="wrong_proof") >= 3
     assert decode.metric(refused, port="http", reason="no_token") >= 4
@@ -156,7 +155,7 @@ def test_strangers_on_every_port_cost_little_and_stop_nobody(guarded: SimpleName
     garbage = [b"", b"GET /", secrets.token_bytes(1 << 16), b"\x00\x00\x00\x10" * 500, b"tandem\x00\x01k1" + bytes(40)]
     for port in ports:
         for index in range(200):
-            sock = socket.create_connection(("127.0.0.1", port), 10)
+            sock = socket.create_connection(("127.0.0.1", port), 60)
             sock.setblocking(False)
             with contextlib.suppress(OSError):
                 sock.send(garbage[index % len(garbage)])
@@ -217,11 +216,11 @@ def test_a_group_with_keys(workers: SimpleNamespace, tiny_model: Path, tmp_path:
         ports = listening(worker)
         assert set().union(*ports.values()) == {"0100007F"}  # gloo's too
         for port in set(ports) - http:
-            with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            with socket.create_connection(("127.0.0.1", port), 60) as stranger:
                 stranger.sendall(b"\x00\x00\x00\x30\x01" + json.dumps({"rank": 1}).encode())
             for ring in (make_ring("k1"), keys.rings["api"]):
                 with pytest.raises((AuthenticationError, OSError)):
-                    dial("127.0.0.1", port, ring, Purpose.GROUP, seconds=2)
+                    dial("127.0.0.1", port, ring, Purpose.GROUP, seconds=60)
         assert worker.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
         assert worker.metric("tandem_worker_refused_connections_total", port="group", reason="wrong_proof") == 2
         assert worker.get("/healthz").text == "ok\n"
@@ -255,13 +254,13 @@ def test_a_process_without_descriptors_says_so_and_recovers(guarded: SimpleNames
         try:
             used = len(os.listdir(f"/proc/{pid}/fd"))
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, limits[1]))
-            crowd += [socket.create_connection(("127.0.0.1", port_of(worker.kv)), 10) for _ in range(60)]
-            workers.eventually(lambda: "connections are turned away" in watcher.get("/healthz").text, 5, "it is named")
+            crowd += [socket.create_connection(("127.0.0.1", port_of(worker.kv)), 60) for _ in range(60)]
+            workers.eventually(lambda: "connections are turned away" in watcher.get("/healthz").text, 60, "it is named")
             assert watcher.get("/readyz").status_code == 503
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
             for sock in crowd:
                 sock.close()
-        workers.eventually(lambda: watcher.get("/healthz").text == "ok\n", 10, "it recovers")
+        workers.eventually(lambda: watcher.get("/healthz").text == "ok\n", 60, "it recovers")
     answer = guarded.decode.complete(f"again: {BODY['prompt']}", prefill=worker.kv)
     assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"

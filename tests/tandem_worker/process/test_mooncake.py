@@ -19,7 +19,6 @@ import pytest
 from tests.mooncake.library import plan_environment
 from tests.tandem_worker.process.test_disaggregated import USED, oracle, prefills, prompt_of
 
-pytestmark = pytest.mark.timeout(240)
 MOONCAKE = {"memoryBytes": 32 << 20, "transport": "Mooncake"}
 PORTS = {"MC_MIN_RPC_PORT": "28000", "MC_MAX_RPC_PORT": "29900"}
 """Apart from those that tests give to workers."""
@@ -80,7 +79,7 @@ def test_a_prefill_worker_that_is_lost_costs_time_not_the_request(
             target=lambda: answer.update(pair.decode.complete(prompt, prefill=victim.kv, **options))
         )
         request.start()
-        workers.eventually(lambda: victim.metric(USED) > 0, 10, "the prefill worker computes")
+        workers.eventually(lambda: victim.metric(USED) > 0, 60, "the prefill worker computes")
         victim.process.send_signal(how)
         request.join(60)
         if how is signal.SIGSTOP:  # it may still write: what it may write to stays apart
@@ -88,10 +87,10 @@ def test_a_prefill_worker_that_is_lost_costs_time_not_the_request(
     assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 6)
     assert prefills(pair.decode, "fallback") == before + 1
     workers.eventually(
-        lambda: pair.decode.metric("tandem_worker_kv_slots_held") == 0, 15, "its slots serve others again"
+        lambda: pair.decode.metric("tandem_worker_kv_slots_held") == 0, 60, "its slots serve others again"
     )
     for worker in (pair.prefill, pair.decode):
-        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 5, "no block is in use")
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
 
 
 def test_a_peer_without_it_is_named_and_never_used_in_silence(
@@ -152,8 +151,8 @@ def test_a_thousand_prompts_through_cancels_kills_and_a_freeze(
                     one.result()
     assert prefills(pair.decode, "remote") - remote > count / 2
     for worker in (pair.prefill, pair.decode):
-        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 15, "no block is in use")
-    workers.eventually(lambda: pair.decode.metric("tandem_worker_kv_slots_held") == 0, 15, "all slots are back")
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
+    workers.eventually(lambda: pair.decode.metric("tandem_worker_kv_slots_held") == 0, 60, "all slots are back")
     with workers.run(tmp_path, "unified", pair.model) as alone:
         workers.await_ready(alone)
         with ThreadPoolExecutor(4) as pool:

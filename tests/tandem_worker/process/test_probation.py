@@ -6,12 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.workers.probation import Probation
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def decode_worker(worker: Any) -> Worker:

@@ -104,7 +104,8 @@ ANSWERED: dict[str, Attack] = {
         "logprobs": 20}),
     "logprobs": (CHAT, lambda _: chat(logprobs=True, top_logprobs=20, n=16, max_tokens=150)),
 }  # fmt: skip
-QUICK = ("a text", "token ids", "content parts", "lists", "tools", "a schema", "an echo", "logprobs")
+QUICK = ("a text", "content parts", "tools", "a schema", "logprobs")
+"""One that each step of a request is slow for: tokenizing, reading, the template, the grammar, the answer."""
 
 
 @dataclass
@@ -222,7 +223,7 @@ def attack_and_check(
             time.sleep(CONTROL_SECONDS)
             control = (began, time.monotonic())
             spans = run_attacks(worker, names, size, times)
-            workers.eventually(lambda: worker.metric("tandem_worker_large_requests") == 0, 10, "nothing is left")
+            workers.eventually(lambda: worker.metric("tandem_worker_large_requests") == 0, 60, "nothing is left")
             time.sleep(1.5)  # memory is given back half a second later
             after = resident_mib(process)
         print(f"memory: {before:.0f} MiB before, {after:.0f} MiB afterwards")
@@ -231,7 +232,6 @@ def attack_and_check(
         assert not worker.logged('"level":"error"')
 
 
-@pytest.mark.timeout(200)
 def test_the_largest_requests_hold_nobody_up(workers: SimpleNamespace, model: Path, tmp_path: Path) -> None:
     attack_and_check(workers, model, tmp_path, QUICK, QUICK_SIZE, 2)
 

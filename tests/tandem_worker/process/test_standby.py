@@ -109,7 +109,7 @@ def test_an_order_that_is_lost_is_in_the_configuration(monkeypatch: pytest.Monke
     scene.step.join(0.1)
     assert scene.step.is_alive()
     ordered[0] = False
-    scene.step.join(10)
+    scene.step.join(60)
     assert not scene.step.is_alive()
 
 
@@ -119,7 +119,6 @@ def resident(worker: Any) -> float:
     return int(text.split("VmRSS:")[1].split()[0]) / 1024
 
 
-@pytest.mark.timeout(200)
 def test_a_standby_wakes_and_serves(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     """As a process: probes, the door, the first token; and an end within a second while it waits."""
     with workers.run(tmp_path, "unified", tiny_model, standby=True) as worker:
@@ -151,7 +150,6 @@ def test_a_standby_wakes_and_serves(workers: SimpleNamespace, tiny_model: Path, 
         assert worker.complete("hello", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
-@pytest.mark.timeout(200)
 def test_sigterm_ends_a_standby_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     with workers.run(tmp_path, "decode", tiny_model, standby=True) as worker:
         workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
@@ -221,7 +219,6 @@ async def ask_through_gateway(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> ht
     return answer
 
 
-@pytest.mark.timeout(240)
 def test_a_request_wakes_both_roles_through_the_gateway(
     workers: SimpleNamespace, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +252,6 @@ def test_a_wake_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch, rea
 
 
 @pytest.mark.full
-@pytest.mark.timeout(200)
 def test_a_standby_whose_weights_are_gone_ends_with_the_reason(
     workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +263,6 @@ def test_a_standby_whose_weights_are_gone_ends_with_the_reason(
             weights.unlink()
         answer = httpx.post(worker.url + "/wake", timeout=60)
         assert answer.status_code == 503, (answer.status_code, answer.text, worker.log.read_text()[-3000:])
-        assert worker.process.wait(10) == 1
+        assert worker.process.wait(60) == 1
     (termination,) = tmp_path.glob("*.termination")
     assert json.loads(termination.read_text())["reason"] == "WeightsNotFound"

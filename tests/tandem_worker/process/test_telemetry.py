@@ -18,7 +18,6 @@ from tandem_gateway.process.server import Server
 from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
 
-pytestmark = pytest.mark.timeout(240)
 PROMPT = 600
 BLOCK = 16
 REQUESTS = 4
@@ -35,7 +34,7 @@ def prompt_of(number: int) -> str:
 
 
 async def read_until(client: httpx.AsyncClient, url: str, holds: Callable[[FleetReport], bool]) -> FleetReport:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             report = FleetReport.model_validate_json((await client.get(url)).content)
             if holds(report):

@@ -16,7 +16,6 @@ from tests.clients.stack import run_gateway
 from tests.collector import Collector, Seen, run_collector
 from tests.tandem_worker.process.conftest import MODEL, eventually
 
-pytestmark = pytest.mark.timeout(240)
 SKEW = 5_000_000
 """Nanoseconds: clocks of one machine, read one after the other."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4

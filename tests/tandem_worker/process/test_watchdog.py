@@ -132,7 +132,6 @@ def unready(worker: Any) -> str:
     return response.text if response.status_code == 503 else ""
 
 
-@pytest.mark.timeout(240)
 def test_a_hung_step_makes_the_worker_unready_then_restarts_it(
     workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -143,10 +142,10 @@ def test_a_hung_step_makes_the_worker_unready_then_restarts_it(
         answers: list[httpx.Response] = []
         running = ask(worker, answers)
         switch.touch()
-        workers.eventually(lambda: "a step of the engine has not ended" in unready(worker), 10, "it is unready")
+        workers.eventually(lambda: "a step of the engine has not ended" in unready(worker), 60, "it is unready")
         assert worker.get("/healthz").status_code == 200, "a restart by liveness would leave no word"
-        assert worker.process.wait(20) == 1
-        running.join(10)
+        assert worker.process.wait(60) == 1
+        running.join(60)
     told = json.loads(worker.log.with_suffix(".termination").read_text())
     assert told["reason"] == "StepHung"
     assert "1 decodes and 0 prompt tokens" in told["message"]
@@ -156,7 +155,6 @@ def test_a_hung_step_makes_the_worker_unready_then_restarts_it(
     assert "a step of the engine has not ended" in answers[0].text
 
 
-@pytest.mark.timeout(240)
 def test_a_slow_step_recovers_and_is_learned_and_a_stopped_process_is_left_alone(
     workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -166,9 +164,9 @@ def test_a_slow_step_recovers_and_is_learned_and_a_stopped_process_is_left_alone
         workers.await_ready(worker)
         running = ask(worker, [])
         switch.write_text("3")
-        workers.eventually(lambda: "has not ended" in unready(worker), 10, "it is unready")
+        workers.eventually(lambda: "has not ended" in unready(worker), 60, "it is unready")
         switch.unlink()
-        workers.eventually(lambda: worker.get("/readyz").status_code == 200, 10, "it is ready again")
+        workers.eventually(lambda: worker.get("/readyz").status_code == 200, 60, "it is ready again")
         # The process stands still for longer than a step may take: on no step's account.
         os.kill(worker.process.pid, signal.SIGSTOP)
         time.sleep(6)
@@ -181,11 +179,10 @@ def test_a_slow_step_recovers_and_is_learned_and_a_stopped_process_is_left_alone
             time.sleep(0.25)
         assert worker.process.poll() is None
         worker.process.kill()
-        running.join(10)
+        running.join(60)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_the_leader_covers_a_member_that_hangs(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     group = {"group": {"parallelism": {"tensor": 2}}}
     with workers.run(tmp_path, "unified", tiny_model, stepTimeoutSeconds=2, **group) as worker:
@@ -196,16 +193,15 @@ def test_the_leader_covers_a_member_that_hangs(workers: SimpleNamespace, tiny_mo
         answers: list[httpx.Response] = []
         running = ask(worker, answers)
         os.kill(member, signal.SIGSTOP)
-        assert worker.process.wait(20) == 1
-        running.join(10)
+        assert worker.process.wait(60) == 1
+        running.join(60)
     told = json.loads(worker.log.with_suffix(".termination").read_text())
     assert told["reason"] == "StepHung"
     assert "rank 0 of 2" in told["message"]
     assert answers[0].status_code >= 500
-    workers.eventually(lambda: not alive(member), 5, "it does not outlive its leader")
+    workers.eventually(lambda: not alive(member), 60, "it does not outlive its leader")
 
 
-@pytest.mark.timeout(120)
 def test_a_step_timeout_of_zero_lets_steps_hang(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     switch, environment = hanging(tmp_path)
     run = workers.run(tmp_path, "unified", tiny_model, environment=environment, stepTimeoutSeconds=0)
@@ -216,4 +212,4 @@ def test_a_step_timeout_of_zero_lets_steps_hang(workers: SimpleNamespace, tiny_m
         time.sleep(5)
         assert worker.get("/readyz").status_code == 200
         worker.process.kill()
-        running.join(10)
+        running.join(60)

@@ -18,7 +18,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 BODY = {"model": "tiny", "messages": HELLO}
 
 
-async def until(condition: Any, seconds: float = 5.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads and connections
             await asyncio.sleep(0.005)
@@ -28,7 +28,7 @@ async def raw(worker: Any, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", worker.port)
     writer.write(data)
     try:
-        return await asyncio.wait_for(reader.read(65536), 15)
+        return await asyncio.wait_for(reader.read(65536), 60)
     finally:
         writer.close()
 
@@ -244,7 +244,7 @@ async def test_headers_within_the_bounds_are_taken(worker: Any) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", worker.port)
     for _ in range(5):
         writer.write(request)
-        status = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 15)
+        status = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert status.startswith(b"HTTP/1.1 "), status
         assert not status.startswith(b"HTTP/1.1 431 ")
         length = int(status.lower().partition(b"content-length: ")[2].partition(b"\r")[0])

@@ -29,7 +29,6 @@ from tandem_worker.server.wire.serving import serve
 
 from e2e.model import find_model
 
-pytestmark = pytest.mark.timeout(300)
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 SENTENCE = "The capital of France is Paris."
 SAYS_IT = {"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": re.escape(SENTENCE)}}}

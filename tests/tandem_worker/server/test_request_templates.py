@@ -15,8 +15,6 @@ CHAT = "/v1/chat/completions"
 SHOUT = "{% for m in messages %}{{ m.role | upper }}> {{ m.content }}\n{% endfor %}{{ '!' if add_generation_prompt }}"
 USER = [{"role": "user", "content": "hello"}]
 
-pytestmark = pytest.mark.timeout(120)  # the process takes seconds to start, so few tests start one
-
 
 @pytest.fixture
 async def trusting(start_worker: Any, tokenizer: Any) -> AsyncIterator[Any]:

@@ -124,7 +124,7 @@ class Middle:
             except OSError:
                 return
             self.connections += 1
-            far = socket.create_connection(self._target, timeout=5)
+            far = socket.create_connection(self._target, timeout=60)
             far.settimeout(None)
             self._sockets += [near, far]
             for source, sink, alter in ((near, far, None), (far, near, self.alter)):
@@ -159,6 +159,6 @@ class Middle:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in list(self._threads):
-            thread.join(5)
+            thread.join(60)
         for sock in self._sockets:
             sock.close()

@@ -106,7 +106,7 @@ class Store:
 
     def close(self) -> None:
         while self._threads:
-            self._threads.pop().join(5)
+            self._threads.pop().join(60)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])

@@ -47,8 +47,8 @@ def read_frame(sock: socket.socket) -> tuple[Header, bytes]:
 @contextmanager
 def enter(holder: PeerRig) -> Iterator[socket.socket]:
     """Past the door, as a worker that has said who it is."""
-    sock = dial("127.0.0.1", holder.server.port, open_ring(), Purpose.KV, seconds=5)
-    sock.settimeout(5)
+    sock = dial("127.0.0.1", holder.server.port, open_ring(), Purpose.KV, seconds=60)
+    sock.settimeout(60)
     with contextlib.closing(sock):
         sock.sendall(protocol.encode_hello(holder.terms.identity))
         assert read_frame(sock)[0].kind is FrameKind.HELLO
@@ -164,7 +164,7 @@ def test_a_fetch_that_is_cancelled_keeps_nothing(make_peer: MakePeer) -> None:
 def test_the_same_number_twice_ends_the_connection(make_peer: MakePeer) -> None:
     holder = make_peer()
     gate = threading.Event()
-    holder.engine._send(lambda: gate.wait(5) and None)
+    holder.engine._send(lambda: gate.wait(60) and None)
     with enter(holder) as sock:
         sock.sendall(order(holder, [bytes(16)]) + order(holder, [bytes(16)]))
         assert is_dropped(sock)
@@ -174,7 +174,7 @@ def test_the_same_number_twice_ends_the_connection(make_peer: MakePeer) -> None:
 def test_several_that_are_late_at_once_are_all_told_so(make_peer: MakePeer) -> None:
     holder = make_peer()
     gate = threading.Event()
-    holder.engine._send(lambda: gate.wait(5) and None)
+    holder.engine._send(lambda: gate.wait(60) and None)
     with enter(holder) as sock:
         sock.sendall(order(holder, [bytes(16)], seconds=0.05) + order(holder, [bytes(16)], transfer=8, seconds=0.05))
         told = [read_frame(sock)[0] for _ in range(2)]
@@ -249,7 +249,7 @@ def liar(puller: PeerRig, answer: Answer) -> Iterator[str]:
     def serve(sock: socket.socket, _: str) -> None:
         def run() -> None:
             with contextlib.suppress(OSError, ConnectionError), contextlib.closing(sock):
-                sock.settimeout(5)
+                sock.settimeout(60)
                 read_frame(sock)
                 sock.sendall(protocol.encode_hello(puller.terms.identity))
                 while True:

@@ -66,7 +66,6 @@ def kill_again_and_again(folder: Path, count: int, seed: int) -> None:
     assert not list(folder.rglob("*.new"))
 
 
-@pytest.mark.timeout(60)
 def test_killed_workers_leave_nothing_wrong(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 20, seed=1)
 

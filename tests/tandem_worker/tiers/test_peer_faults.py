@@ -90,12 +90,12 @@ def test_a_frozen_holder_is_cut_and_left_alone(make_peer: MakePeer) -> None:
 
     def alter(data: bytes, offset: int) -> bytes:
         asked.set()
-        thaw.wait(20)
+        thaw.wait(60)
         return data
 
     with between(holder, alter) as middle:
         puller.submit("b", prompt, kv_source=middle.endpoint)
-        assert asked.wait(10)
+        assert asked.wait(60)
         now[0] = 1e6  # far later than computing would be
         puller.wait()
         assert puller.out.tokens("b") == answer
@@ -120,7 +120,7 @@ def test_a_late_one_is_cut_and_what_has_come_stays(make_peer: MakePeer) -> None:
             return data
         if offset < most:
             return data[: most - offset]
-        stop.wait(20)
+        stop.wait(60)
         return data
 
     with between(holder, alter) as middle:
@@ -167,7 +167,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make_peer: Make
     gate = threading.Event()
 
     def alter(data: bytes, offset: int) -> bytes:
-        gate.wait(10)
+        gate.wait(60)
         return data
 
     with between(holder, alter) as middle:

@@ -107,7 +107,7 @@ class ScriptedPrefill:
 
     def next_order(self) -> str:
         with self.changed:
-            assert self.changed.wait_for(lambda: bool(self.orders), 5.0), "no order came"
+            assert self.changed.wait_for(lambda: bool(self.orders), 60), "no order came"
             return next(iter(self.orders))
 
     def stop_admitting(self) -> None:

@@ -37,7 +37,7 @@ class FlipProxy:
             for sock in self._sockets:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(60)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -46,7 +46,7 @@ class FlipProxy:
             except OSError:
                 return
             try:
-                far = socket.create_connection(self._target, timeout=5)
+                far = socket.create_connection(self._target, timeout=60)
             except OSError:
                 near.close()
                 continue

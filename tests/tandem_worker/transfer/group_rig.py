@@ -59,7 +59,7 @@ class Posts:
         for each in self._queues:
             each.put(None)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
         assert not self.errors
 
     def _run(self, inbox: queue.SimpleQueue[bytes | None], handle: Callable[[bytes], None]) -> None:

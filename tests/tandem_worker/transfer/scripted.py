@@ -122,6 +122,6 @@ def stranger(pair: Any) -> socket.socket:
 
 def enter(endpoint: str, ring: KeyRing = OPEN_RING) -> socket.socket:
     host, _, port = endpoint.partition(":")
-    sock = dial(host, int(port), ring, Purpose.KV, seconds=5)
+    sock = dial(host, int(port), ring, Purpose.KV, seconds=60)
     sock.settimeout(30)
     return sock

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.tandem_worker.transfer.flip_soak import run_flips
 
 
-@pytest.mark.timeout(120)
 def test_flipped_bits_change_no_answer() -> None:
     torch.set_num_threads(1)
     outcome = run_flips(400, seed=3, every_bytes=20_000)

@@ -53,7 +53,7 @@ def test_a_wake_that_the_owner_meets_half_way_lets_it_sleep_again(monkeypatch: p
     thread.join(0.5)
     turns = owner.turns
     theirs.close()
-    thread.join(5)
+    thread.join(60)
     mine.close()
     waker.close()
     assert owner.posted == 1

@@ -35,6 +35,8 @@ _ZERO_MEANS = {
 
 def satisfies(live: Any, desired: Any, *, field: str = "") -> bool:
     """True when `live` holds all of `desired`."""
+    if live is desired:
+        return True
     if isinstance(desired, dict):
         return _map_satisfies(live, cast(dict[str, Any], desired), field=field)
     if isinstance(desired, list):
@@ -66,7 +68,13 @@ def _map_satisfies(live: Any, desired: dict[str, Any], *, field: str) -> bool:
     have = cast(dict[str, Any], live)
     if field in _QUANTITY_MAPS:
         return have.keys() >= desired.keys() and all(_same_quantity(have[key], desired[key]) for key in desired)
-    return all(satisfies(have.get(key), value, field=key) for key, value in desired.items())
+    for key, want in desired.items():
+        kept = have.get(key)
+        if type(want) is str and kept == want:  # most of an object are texts, and every look compares all of them
+            continue
+        if not satisfies(kept, want, field=key):
+            return False
+    return True
 
 
 def _same_quantity(live: Any, desired: Any) -> bool:

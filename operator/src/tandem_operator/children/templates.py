@@ -196,7 +196,7 @@ def differences(desired: Manifest, present: Manifest) -> list[str]:
 
 
 def _differences(live: Any, desired: Any, *, path: str, field: str) -> Iterator[str]:
-    if satisfies(live, desired, field=field) and not isinstance(desired, (dict, list)):
+    if not isinstance(desired, (dict, list)) and satisfies(live, desired, field=field):
         return
     if isinstance(desired, dict) and isinstance(live, dict):
         yield from _of_maps(cast(dict[str, Any], live), cast(dict[str, Any], desired), path=path, field=field)

@@ -93,7 +93,7 @@ def test_a_system_that_cannot_do_it_is_told_once(caplog: pytest.LogCaptureFixtur
     pages._madvise = refuse  # type: ignore[assignment]
     vitals = Vitals()
     thread = vitals.start_thread("pages", pages._run)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert caplog.messages == ["memory of KV blocks is taken when they are first used: Invalid argument"]
     assert vitals.problems() == []

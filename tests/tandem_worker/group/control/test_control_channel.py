@@ -51,7 +51,7 @@ class Scene:
 
     def connect(self) -> ControlLink:
         """Somebody with the key, who has said nothing yet."""
-        link = ControlLink(dial("127.0.0.1", self.port, RING, Purpose.GROUP, seconds=10))
+        link = ControlLink(dial("127.0.0.1", self.port, RING, Purpose.GROUP, seconds=60))
         self.links.append(link)
         return link
 
@@ -229,14 +229,14 @@ def test_a_stranger_learns_nothing_and_ends_nothing(make_scene: Callable[[int], 
     hello = encode_object({"rank": 1, "pod": "m-1", "identity": IDENTITY})
     frame = len(hello).to_bytes(4, "big") + b"\x01" + hello
     for words in (frame, b"GET / HTTP/1.1\r\n\r\n" * 9, frame * 50, b"\xff" * 200):
-        with socket.create_connection(("127.0.0.1", scene.port), 10) as stranger:
+        with socket.create_connection(("127.0.0.1", scene.port), 60) as stranger:
             stranger.sendall(words)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1000) == b""
     with pytest.raises(AuthenticationError):
-        dial("127.0.0.1", scene.port, OTHERS, Purpose.GROUP, seconds=10)
+        dial("127.0.0.1", scene.port, OTHERS, Purpose.GROUP, seconds=60)
     with pytest.raises(AuthenticationError):
-        dial("127.0.0.1", scene.port, RING, Purpose.KV, seconds=10)
+        dial("127.0.0.1", scene.port, RING, Purpose.KV, seconds=60)
     scene.leader.send_steps({1: b"a"})
     assert member.receive() == (MessageKind.STEP, b"a")
     assert scene.causes.empty()
@@ -346,7 +346,7 @@ def test_knockers_with_the_key_are_bounded(make_scene: Callable[[int], Scene]) -
         link.close()
     members = [scene.follow(1)[0], scene.follow(2)[0]]
     scene.form()
-    eventually(lambda: all(member.formed for member in members), 15)
+    eventually(lambda: all(member.formed for member in members), 60)
 
 
 def link_ended(link: ControlLink) -> bool:

@@ -38,7 +38,7 @@ class Entrance:
     admitted: list[socket.socket] = field(default_factory=list)
 
     def knock(self, source: str = "127.0.0.1") -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), 5, source_address=(source, 0))
+        return socket.create_connection(("127.0.0.1", self.port), 60, source_address=(source, 0))
 
     def dial(self, ring: KeyRing | None = None, purpose: Purpose = Purpose.KV, seconds: float = 30.0) -> socket.socket:
         return dial("127.0.0.1", self.port, ring or self.ring, purpose, seconds=seconds)

@@ -29,7 +29,7 @@ def call(listener: socket.socket, ring: KeyRing, seconds: float = 0.4) -> socket
 
 def test_names_are_resolved(open_door: Callable[..., Entrance], ring: KeyRing) -> None:
     entrance = open_door()
-    with dial("localhost", entrance.port, ring, Purpose.KV, seconds=10) as peer:
+    with dial("localhost", entrance.port, ring, Purpose.KV, seconds=60) as peer:
         assert peer.gettimeout() is None
 
 
@@ -37,33 +37,35 @@ def test_nobody_listens(ring: KeyRing) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError):
-            dial("127.0.0.1", unused.getsockname()[1], ring, Purpose.KV, seconds=5)
+            dial("127.0.0.1", unused.getsockname()[1], ring, Purpose.KV, seconds=60)
 
 
 def test_whoever_listens_and_says_nothing_costs_the_given_time(listener: socket.socket, ring: KeyRing) -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         call(listener, ring)
-    assert 0.3 < time.monotonic() - started < 5
+    assert 0.3 < time.monotonic() - started < 60
 
 
 def test_whoever_drips_costs_the_given_time(listener: socket.socket, ring: KeyRing) -> None:
     """A deadline for the handshake, not for each byte."""
+
+    dripped: list[int] = []
 
     def drip() -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             for _ in range(CHALLENGE_BYTES - 1):
                 connection.sendall(b"x")
-                time.sleep(0.1)
+                time.sleep(0.25)
+                dripped.append(1)
 
     dripping = threading.Thread(target=drip)
     dripping.start()
-    started = time.monotonic()
     with pytest.raises(TimeoutError):
         call(listener, ring)
-    assert time.monotonic() - started < 2.5
-    dripping.join(10)
+    assert len(dripped) < CHALLENGE_BYTES - 1, "it was given up before all had come"
+    dripping.join(60)
 
 
 @pytest.mark.parametrize(("acceptance", "words"), [
@@ -84,7 +86,7 @@ def test_who_does_not_have_the_key_is_not_believed(
     pretender.start()
     with pytest.raises(AuthenticationError, match=words):
         call(listener, ring, seconds=10)
-    pretender.join(5)
+    pretender.join(60)
 
 
 def test_a_name_with_a_silent_address_reaches_the_next(
@@ -101,9 +103,7 @@ def test_a_name_with_a_silent_address_reaches_the_next(
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
              for address in (full.getsockname(), ("127.0.0.1", entrance.port))]  # fmt: skip
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    started = time.monotonic()
     dial("two-addresses", 1, ring, Purpose.KV, seconds=4).close()
-    assert time.monotonic() - started < 4
     for sock in (full, *crowd):
         sock.close()
 
@@ -147,7 +147,7 @@ def test_a_resolver_that_hangs_costs_the_given_time_and_few_threads(monkeypatch:
     for thread in askers:
         thread.start()
     for thread in askers:
-        thread.join(20)
+        thread.join(60)
     assert len(failures) == 20
     assert max(failures) < 5
     assert threading.active_count() - before <= 8

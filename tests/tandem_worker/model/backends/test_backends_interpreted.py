@@ -30,7 +30,6 @@ def report(request: pytest.FixtureRequest) -> str:
     return child.stdout + child.stderr
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in DEFAULT else pytest.mark.full) for f in CASES])
 def test_models_agree_in_the_interpreter(family: str, report: str) -> None:
     assert f"[{family}-cpu] PASSED" in report, report

@@ -43,7 +43,6 @@ def test_finds_the_answer_to_the_demo_question_likely(gguf: Path, model: CausalL
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_equals_transformers(
     gguf: Path, model: CausalLM, paged_sequences: Any, logits_error: Callable[[torch.Tensor, torch.Tensor], float]

@@ -188,7 +188,6 @@ def test_where_it_cannot_be_had_it_is_refused_in_words(
 
 
 @pytest.mark.skipif(INTERPRETS, reason="it is what starts the interpreter")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "llama" else pytest.mark.full) for f in CONFIGS])
 def test_the_kernels_answer_alike_in_the_interpreter(family: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -338,7 +338,6 @@ while True:
 """
 
 
-@pytest.mark.timeout(120)
 def test_starts_that_are_killed_at_any_time_load_no_wrong_byte(tmp_path: Path) -> None:
     rng = random.Random(5)
     command = [sys.executable, "-c", _START, tmp_path]

@@ -35,7 +35,7 @@ class FaultyHandler(HubHandler):
         name = self.path.rpartition("/")[2]
         first_byte = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
         self.server.downloads.append((name, int(first_byte)))
-        self.server.gate.wait(20)
+        self.server.gate.wait(60)
         marker = self.server.root / "org" / "model" / ".corrupt"
         if name == self.server.corrupt and self.server.corruptions > 0:
             self.server.corruptions -= 1

@@ -154,7 +154,7 @@ def test_workers_share_one_download(hub: Any, tmp_path: Path) -> None:
         time.sleep(0.01)
     hub.gate.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(found) == 3
     assert len(set(found)) == 1
     assert len(hub.downloads) == 3  # three files, once each

@@ -29,7 +29,7 @@ def test_one_of_many_gets_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(holders) == 1
 
 
@@ -37,10 +37,10 @@ def test_a_released_lease_is_free_at_once(tmp_path: Path) -> None:
     first = lease.acquire(tmp_path, "a", is_complete=never)
     assert first is not None
     first.release()
-    started = time.monotonic()
-    second = lease.acquire(tmp_path, "b", is_complete=never)
+    waited: list[str] = []
+    second = lease.acquire(tmp_path, "b", is_complete=never, on_wait=waited.append)
     assert second is not None
-    assert time.monotonic() - started < 1
+    assert waited == []
     second.release()
 
 

@@ -136,7 +136,7 @@ def test_how_many_are_held_is_known_while_an_engine_begins() -> None:
     def begin() -> Any:
         asking = threading.Thread(target=lambda: known.append(pools[0].num_held), daemon=True)
         asking.start()
-        asking.join(5)
+        asking.join(60)
         return NotedEngine()
 
     pools.append(LandingPool(begin))
