@@ -170,11 +170,6 @@ _LIMITS = (
         _unset("kv.verify", "true"),
     ),
     _Limit(
-        ".gateway.link",
-        "must be HTTP with another engine, which speaks nothing else: remove it",
-        _unset("gateway.link", "'HTTP'"),
-    ),
-    _Limit(
         ".slo",
         f"{_BY_TANDEM}: remove it, and scale by the mode External or by hand",
         "!has(self.slo)",
@@ -268,7 +263,6 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         kv.transport != "Auto",
         kv.allow_fallback,
         not kv.verify,
-        spec.gateway.link != "HTTP",
         spec.slo is not None,
         "SLO" in modes,
         spec.autoscaling.scale_to_zero is not None,
