@@ -21,8 +21,6 @@ FULL: dict[str, str] = {
         "3 s: as the one above",
     "tests/bench/gpu/test_dry_run.py::test_variants_and_tools":
         "3 s: as the one above",
-    "tests/tandem_gateway/test_unbroken_responses.py::test_responses_outlive_their_workers_and_are_kept_as_seen[Native]":
-        "5 s and its workers' 20: responses over HTTP and chats over native links stay",
     "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[1]":
         "2 s: the smallest and the last shape of a fleet stay",
     "tests/tandem_operator/rollout/test_rollout_plan.py::test_random_histories[2]": "3 s: as the one above",

@@ -31,7 +31,6 @@ START_SECONDS = 60.0
 DIRECT = "no gateway"
 OURS = "tandem"
 OURS_PAIRS = "tandem, PD"
-OURS_LINK = "tandem, link"
 
 HERE_ONLY = {
     "HF_HUB_OFFLINE": "1",
@@ -109,11 +108,10 @@ def start_targets(stack: ExitStack, flags: list[str], *, peers: bool) -> list[Ta
     load_core, router_core = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, {load_core})
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    first, second, first_link, second_link, *prefill = (free_port() for _ in range(6))
+    first, second, *prefill = (free_port() for _ in range(4))
     engines = Engines((first, second), (prefill[0], prefill[1]))
-    links = dict(zip(engines.aggregated, (first_link, second_link), strict=True))
-    for port, link in links.items():
-        start(stack, load_core, folder / f"engine-{port}.log", sys.executable, STUB, "engine", port, link)
+    for port in engines.aggregated:
+        start(stack, load_core, folder / f"engine-{port}.log", sys.executable, STUB, "engine", port)
     for port in engines.prefill:
         start(stack, load_core, folder / f"prefill-{port}.log", sys.executable, STUB, "prefill", port)
     targets = [Target(DIRECT, first, 0)]
@@ -139,9 +137,6 @@ def start_targets(stack: ExitStack, flags: list[str], *, peers: bool) -> list[Ta
     decode = [f"--worker=role=decode,url=127.0.0.1:{port}" for port in engines.aggregated]
     prefills = [f"--worker=role=prefill,url=127.0.0.1:{port}" for port in engines.prefill]
     add(OURS, lambda port, metrics: [*gateway, *decode, "--port", port, "--metrics-port", metrics])
-    linked = [f"--worker=role=decode,url=127.0.0.1:{port},link=127.0.0.1:{link}" for port, link in links.items()]
-    native = ["--link", "Native", *linked]
-    add(OURS_LINK, lambda port, metrics: [*gateway, *native, "--port", port, "--metrics-port", metrics])
     add(OURS_PAIRS, lambda port, metrics: [*gateway, *decode, *prefills, "--port", port, "--metrics-port", metrics])
     return targets
 
@@ -246,9 +241,9 @@ async def run(targets: list[Target], names: list[str], rounds: int, seconds: flo
             for target in random.Random(number).sample(targets, len(targets)):
                 if name in CLOSED:
                     taken[target.name].append(await measure_closed(target, CLOSED[name], seconds))
-                elif name == HALF and target.name in (DIRECT, "relay", "nginx", OURS, OURS_LINK, OURS_PAIRS):
+                elif name == HALF and target.name in (DIRECT, "relay", "nginx", OURS, OURS_PAIRS):
                     taken[target.name].append(await measure_half(target, _half_rate(results), seconds))
-                elif name == SLOW and target.name in (OURS, OURS_LINK, DIRECT, "nginx"):
+                elif name == SLOW and target.name in (OURS, DIRECT, "nginx"):
                     taken[target.name].append(await measure_slow(target, 10.0))
         results[name] = {target: summarize(each) for target, each in taken.items() if each}
         show(name, results[name], rounds)

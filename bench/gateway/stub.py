@@ -1,7 +1,7 @@
 """Small servers for measurements: `engine` streams tokens without computing any, `prefill` is one that sends a single
 token at once, `relay` copies bytes.
 
-usage: stub.py engine PORT [LINK_PORT] | stub.py prefill PORT | stub.py relay PORT TARGET_PORT
+usage: stub.py engine PORT | stub.py prefill PORT | stub.py relay PORT TARGET_PORT
 """
 
 from __future__ import annotations
@@ -97,35 +97,6 @@ def first_due(body: bytes, interval: float) -> float:
     return (now // interval + 1) * interval if STEPS in body else now + interval
 
 
-async def answer(scope, receive, send) -> None:
-    """The same engine as an ASGI application, for the worker's own end of the native link."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message["body"], message["more_body"]
-    tokens, interval = read_number(TOKENS, body), read_number(INTERVAL, body) / 1e6
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    last = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
-    if not interval:
-        await send({"type": "http.response.body", "body": EVENT * tokens, "more_body": True})
-        await send(last)
-        return
-    loop, due = asyncio.get_running_loop(), first_due(body, interval)
-    watcher = asyncio.ensure_future(receive())
-    part = {"type": "http.response.body", "body": EVENT, "more_body": True}
-    await send(part)
-    for _ in range(tokens - 1):
-        if watcher.done():
-            return
-        turn = loop.create_future()
-        loop.call_at(due, turn.set_result, None)
-        await turn
-        await send(part)
-        due += interval
-    await send(last)
-    watcher.cancel()
-
-
 class Relay(asyncio.Protocol):
     """One side of a pair of connections."""
 
@@ -156,13 +127,7 @@ class Relay(asyncio.Protocol):
 
 
 async def main(kind: str, port: int, target: int | None) -> None:
-    """`target`: of a relay, where it copies to; of an engine, the port of its native link."""
-    if kind == "engine" and target is not None:
-        from tandem_api.keys import open_ring
-        from tandem_worker.server.wire.link.listener import LinkListener
-
-        listener = LinkListener(answer, open_ring, name=f"engine-{port}", telemetry=lambda: None)
-        await listener.start("127.0.0.1", target)
+    """`target`: where a relay copies to."""
     loop = asyncio.get_running_loop()
     factory = {"engine": StubEngine, "prefill": lambda: StubEngine(prefill=True), "relay": lambda: Relay(target)}[kind]
     server = await loop.create_server(factory, "127.0.0.1", port)

@@ -386,7 +386,6 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"kv": {"transport": "Mooncake"}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"transport": "Mooncake", "allowFallback": True}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
-        ({"gateway": {"link": "Native"}}, "gateway.link must be HTTP with another engine"),
         ({"slo": SLO_TARGETS}, "slo needs the measurements of Tandem's own workers"),
         ({"autoscaling": {"scaleToZero": {}}}, "autoscaling.scaleToZero needs the measurements"),
         ({"decode": {"nodesPerReplica": 2, "parallelism": {"tensor": 2}}}, "must have nodesPerReplica 1 in both roles"),

@@ -29,7 +29,7 @@ from tandem_gateway.process.server import Server
 from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
 
-from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
+from tests.tandem_worker.process.conftest import WorkerProcess, run_worker
 from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
 from tests.tandem_worker.server.test_resume import KINDS, RESPONSES, merge
@@ -179,16 +179,11 @@ class Cutter:
 class Fleet:
     """A gateway in this process and workers that are processes, each behind a `Cutter`."""
 
-    def __init__(
-        self, folder: Path, model: Path, forker: Forker, *, drain_seconds: float = 0.3, native: bool = False
-    ) -> None:
-        """`native`: over native links, which nobody cuts."""
+    def __init__(self, folder: Path, model: Path, forker: Forker, *, drain_seconds: float = 0.3) -> None:
         self._forker = forker
         self._folder = folder
         self._model = model
         self._drain_seconds = drain_seconds
-        self._native = native
-        self._links: dict[str, str] = {}
         self._stack = contextlib.ExitStack()
         self._number = 0
         self.workers: dict[str, WorkerProcess] = {}
@@ -203,8 +198,7 @@ class Fleet:
         await asyncio.gather(*[self.add() for _ in range(count)])
         config = GatewayConfig(
             model_name=MODEL, served_name=MODEL, namespace="default", disaggregated=False, http_port=0, metrics_port=0,
-            timeouts=GatewayTimeouts(**timeouts), link="Native" if self._native else "HTTP",
-            response_store=response_store,
+            timeouts=GatewayTimeouts(**timeouts), response_store=response_store,
         )  # fmt: skip
         told = Settings(
             config=config, host="127.0.0.1", workers=tuple(self._list_workers()), workers_file=None,
@@ -235,9 +229,6 @@ class Fleet:
         folder = self._folder / name
         folder.mkdir()
         options: dict[str, Any] = {"drainTimeoutSeconds": self._drain_seconds, "maxModelLen": 2048}
-        if self._native:
-            options["linkPort"] = free_port()
-            self._links[name] = f"127.0.0.1:{options['linkPort']}"
         running = run_worker(folder, "unified", self._model, forker=self._forker, **options)
         worker = await asyncio.to_thread(self._stack.enter_context, running)
         async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(150):
@@ -264,7 +255,6 @@ class Fleet:
                 address=f"127.0.0.1:{cutter.port}",
                 role=Role.UNIFIED,
                 revision="r1",
-                link_address=self._links.get(name, ""),
             )
             for name, cutter in self.cutters.items()
         ]
@@ -307,12 +297,12 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def open_fleet(
-    count: int, forker: Forker, *, native: bool = False, response_store: StoreLimits | None = None, **timeouts: float
+    count: int, forker: Forker, *, response_store: StoreLimits | None = None, **timeouts: float
 ) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         await asyncio.to_thread(build_model, model)
-        fleet = Fleet(Path(folder), model, forker, native=native)
+        fleet = Fleet(Path(folder), model, forker)
         try:
             await fleet.start(count, response_store, **timeouts)
             yield fleet

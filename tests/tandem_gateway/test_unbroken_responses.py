@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import openai
-import pytest
 from openai.types.responses import Response
 from tandem_api.launch import StoreLimits
 
@@ -106,11 +105,10 @@ async def strike(fleet: Fleet, client: openai.AsyncOpenAI, number: int, bodies: 
     return seen
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["HTTP", "Native"])
-async def test_responses_outlive_their_workers_and_are_kept_as_seen(forker: Forker, native: bool) -> None:
+async def test_responses_outlive_their_workers_and_are_kept_as_seen(forker: Forker) -> None:
     store = StoreLimits(max_bytes=16 << 20, ttl_seconds=600)
     options: dict[str, Any] = {"idle_seconds": 100.0, "first_token_seconds": 100.0}
-    async with open_fleet(2, forker, native=native, response_store=store, **options) as fleet:
+    async with open_fleet(2, forker, response_store=store, **options) as fleet:
         resumes = fleet.gateway.metrics.resumes
         bodies = [ask(kind, seed) for kind in ASKED for seed in range(SEEDS)]
         url = f"{fleet.url}/v1"

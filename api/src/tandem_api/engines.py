@@ -169,11 +169,6 @@ _LIMITS = (
         _unset("kv.verify", "true"),
     ),
     _Limit(
-        ".gateway.link",
-        "must be HTTP with another engine, which speaks nothing else: remove it",
-        _unset("gateway.link", "'HTTP'"),
-    ),
-    _Limit(
         ".slo",
         f"{_BY_TANDEM}: remove it, and scale by the mode External or by hand",
         "!has(self.slo)",

@@ -259,9 +259,6 @@ class WorkerConfig(Wire):
     group: GroupConfig = Field(default_factory=GroupConfig)
     http_port: int = WORKER_HTTP_PORT
     """Inference alone; wants `names.HEADER_TOKEN` where there are keys."""
-    link_port: int | None = None
-    """The native link of gateways (`tandem_api.link`), beside `http_port` and for the same requests; None: there is
-    none."""
     metrics_port: int = WORKER_METRICS_PORT
     """Probes, metrics and telemetry."""
     keys_path: str | None = None
@@ -316,7 +313,6 @@ class CORSRules(Wire):
     """How long a browser may go by the answer to its question."""
 
 
-LinkKind = Literal["HTTP", "Native"]
 TLSVersion = Literal["TLS1.2", "TLS1.3"]
 
 
@@ -377,8 +373,6 @@ class GatewayConfig(Wire):
     drain_timeout_seconds: Annotated[float, Change.FOLLOWED] = 60.0
     cors: Annotated[CORSRules | None, Change.FOLLOWED] = None
     """None: browsers show answers to no page of another origin."""
-    link: LinkKind = "HTTP"
-    """`Native`: one multiplexed connection to each worker that has a port called `link`, HTTP to the others."""
     tls: ClientTLS | None = None
     """None: clients are served at `http_port`, without TLS."""
     tracing: Annotated[TracingConfig | None, Change.FOLLOWED] = None

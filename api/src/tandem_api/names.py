@@ -124,8 +124,6 @@ TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 WORKER_HTTP_PORT = 8000
 WORKER_METRICS_PORT = 9090
 """Probes, metrics and telemetry."""
-WORKER_LINK_PORT = 8001
-"""The native link of gateways, where it is switched on."""
 WORKER_KV_PORT = 7000
 """Port of a pod's first rank; the others of the pod take the ports after it."""
 MOONCAKE_PORTS = (15000, 17000)

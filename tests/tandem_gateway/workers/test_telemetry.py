@@ -169,26 +169,6 @@ async def test_a_worker_is_asked_again_and_again_over_one_connection(poller, ope
     assert set(poller.reads) == {"ok"}
 
 
-async def test_who_tells_by_itself_is_asked_only_when_it_no_longer_does(poller, open_port, monkeypatch) -> None:
-    monkeypatch.setattr(telemetry, "PUSHED_SECONDS", 3600.0)
-    port = await open_port()
-    worker = port.worker()
-    poller.take([worker])
-    poller.push(worker, SAMPLE.to_json().encode())
-    assert poller.sample(worker)[0] == SAMPLE
-    asked = len(port.asked)
-    await asyncio.sleep(0.3)
-    assert len(port.asked) == asked
-    poller.push(worker, b"{}")
-    assert (poller.reads["garbage"], poller.reads["link"]) == (1, 1)
-    assert poller.sample(worker)[0] == SAMPLE
-    monkeypatch.setattr(telemetry, "PUSHED_SECONDS", 0.0)
-    await until(lambda: len(port.asked) >= asked + 2)
-    stranger = Worker(name="s", address="127.0.0.1:1", role=Role.DECODE, revision="r1")
-    poller.push(stranger, SAMPLE.to_json().encode())
-    assert poller.sample(stranger) is None
-
-
 @pytest.mark.parametrize(
     ("behave", "reason"),
     [

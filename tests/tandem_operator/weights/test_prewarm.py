@@ -273,14 +273,14 @@ def test_weights_are_prepared_where_one_rank_of_a_cpu_reads_them(spec: Manifest,
 
 def test_it_reads_what_workers_read_but_asks_nobody_and_serves_nobody() -> None:
     model = {"uri": "hf://org/repo", "cache": CACHE | {"peers": True}}
-    plan = dataclasses.replace(wanting(model=model, gateway={"link": "Native"}), commit="c" * 40)
+    plan = dataclasses.replace(wanting(model=model), commit="c" * 40)
     template = build_prewarm_job(plan)["spec"]["template"]
     (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "config")
     (item,) = volume["downwardAPI"]["items"]
     name = item["fieldRef"]["fieldPath"].partition("'")[2].rstrip("']")
     config = WorkerConfig.model_validate_json(template["metadata"]["annotations"][name])
     assert (config.model.uri, config.model.revision, config.model.sharing) == ("hf://org/repo", "c" * 40, None)
-    assert (config.keys_path, config.link_port) == (None, None)
+    assert config.keys_path is None
 
 
 def test_no_service_budget_or_policy_of_workers_takes_its_pod_for_one() -> None:

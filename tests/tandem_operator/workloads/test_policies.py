@@ -155,16 +155,6 @@ def test_workers_reach_each_others_files_where_that_is_switched_on_and_nobody_el
         assert all(FILES not in reachable(other, inside[name], inside[to]) for name in workers for to in workers)
 
 
-def test_native_links_open_one_more_port_of_workers_to_gateways() -> None:
-    plan = blueprint(prefill={}, gateway={"link": "Native"})
-    inside = pods(plan)
-    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, LINK, METRICS}
-    assert reachable(plan, inside["gateway"], inside["prefill"]) == {LINK, METRICS}
-    for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["decode"]):
-        assert LINK not in reachable(plan, source, inside["decode"])
-        assert LINK not in reachable(plan, source, inside["prefill"])
-
-
 def test_without_prefill_workers_nobody_moves_blocks() -> None:
     plan = blueprint()
     inside = pods(plan)

@@ -226,28 +226,6 @@ def test_configurations_read_back_and_roll_the_pods() -> None:
     assert GatewayConfig.model_validate_json(gateway).disaggregated
 
 
-def test_native_links_are_one_port_and_nothing_where_they_are_off() -> None:
-    def of(plan: Blueprint) -> tuple[list[dict[str, Any]], WorkerConfig, GatewayConfig, str]:
-        (workload,) = of_kind(plan, "StatefulSet")
-        template = workload["spec"]["template"]
-        texts = {c["metadata"]["name"].rsplit("-", 1)[0]: c["data"]["config.json"] for c in of_kind(plan, "ConfigMap")}
-        return (
-            template["spec"]["containers"][0]["ports"],
-            WorkerConfig.model_validate_json(texts["m-decode"]),
-            GatewayConfig.model_validate_json(texts["m"]),
-            template["metadata"]["labels"]["tandem.dev/revision"],
-        )
-
-    off, native = of(blueprint()), of(blueprint(gateway={"link": "Native"}))
-    assert [port for port in native[0] if port not in off[0]] == [
-        {"name": "link", "containerPort": 8001, "protocol": "TCP"}
-    ]
-    assert (off[1].link_port, native[1].link_port) == (None, 8001)
-    assert (off[2].link, native[2].link) == ("HTTP", "Native")
-    assert off[3] == native[3], "blocks mean the same"
-    assert build_children(blueprint(gateway={"link": "HTTP"})) == build_children(blueprint())
-
-
 def test_workers_get_no_token() -> None:
     (workload,) = of_kind(blueprint(), "StatefulSet")
     assert workload["spec"]["template"]["spec"]["automountServiceAccountToken"] is False

@@ -20,7 +20,7 @@ from tandem_api.crd.fields import (
     unreserved,
 )
 from tandem_api.crd.pods import Resources, Workload
-from tandem_api.launch import LinkKind, TLSVersion
+from tandem_api.launch import TLSVersion
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 
@@ -260,10 +260,6 @@ class Gateway(Workload):
     nothing."""
     queue: Annotated[Queue, Change.FOLLOWED] = Field(default_factory=Queue)
     """Requests that wait while no worker serves."""
-    link: Annotated[LinkKind, Change.BOTH] = "HTTP"
-    """How gateways ask workers. `Native`: over one connection for all requests, which costs both sides less per token
-    and tells a worker that hangs within three seconds. Changing it restarts workers and gateways; meanwhile each worker
-    is asked as it can be."""
     tls: GatewayTLS | None = None
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
     response_store: Annotated[ResponseStore | None, Change.FOLLOWED] = None

@@ -28,12 +28,11 @@ from tandem_gateway.records.metrics import Metrics
 from tandem_gateway.records.traffic import TrafficCounter
 from tandem_gateway.requests.cors import CORSPolicy
 from tandem_gateway.responses.service import Responses
-from tandem_gateway.scheduling import KEPT, Decision, Endpoint, Estimator, Outcome, Scheduler, Terms, Worker
+from tandem_gateway.scheduling import KEPT, Decision, Endpoint, Estimator, Scheduler, Terms, Worker
 from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.upstream.engines import build_engines
 from tandem_gateway.upstream.engines.contract import Kinds
 from tandem_gateway.workers.credentials import Credentials
-from tandem_gateway.workers.links import NativeLinks
 from tandem_gateway.workers.telemetry import describe_cache, describe_pulls, describe_share
 from tandem_gateway.workers.upstreams import Upstreams
 
@@ -86,15 +85,7 @@ class Gateway:
         """Each is called once, and forgotten, when a request is under way where none was."""
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
-        self.native = None
-        if config.link == "Native":
-            self.native = NativeLinks(
-                token=lambda: self._credentials.token, on_sample=surroundings.on_pushed_sample, on_drain=self._on_drain
-            )
-        """None: workers are asked over HTTP."""
-        self.upstreams = Upstreams(
-            self.native, connect_seconds=lambda: self.timeouts.connect_seconds, on_stale=self._on_stale
-        )
+        self.upstreams = Upstreams(connect_seconds=lambda: self.timeouts.connect_seconds, on_stale=self._on_stale)
         self.link = self.upstreams.find
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
@@ -108,7 +99,7 @@ class Gateway:
         workers = list(workers)
         self.kinds = Kinds.of(workers)
         left = self.scheduler.apply_workers(workers)
-        self.upstreams.take(self.scheduler.endpoints.values(), left)
+        self.upstreams.drop(left)
         self.place_waiting()
 
     def apply_routing(self, routing: GatewayRouting) -> None:
@@ -164,12 +155,6 @@ class Gateway:
             pull_rate=describe_pulls(sample),
             share=describe_share(sample),
         )
-
-    def _on_drain(self, worker: Worker) -> None:
-        """It says so itself, before it turns a request away."""
-        endpoint = self.scheduler.endpoints.get(worker.name)
-        if endpoint is not None and endpoint.worker == worker:
-            self.scheduler.report(endpoint, Outcome.DRAINING, asyncio.get_running_loop().time())
 
     # requests
 
@@ -227,7 +212,6 @@ class Gateway:
         self._credentials.refresh()
         if self._credentials.line is not self.token_line:
             self.token_line = self._credentials.line
-            self.upstreams.renew()
 
     def place_waiting(self) -> None:
         """Send on who waits for a worker, or for what a connection to one needs."""

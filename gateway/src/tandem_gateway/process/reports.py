@@ -52,7 +52,6 @@ class Reports:
                     label="verdict",
                 ),
                 *(() if gateway.certificate is None else gateway.certificate.families()),
-                *gateway.upstreams.families(),
                 *(() if gateway.responses is None else gateway.responses.families()),
             ],
         )
@@ -75,7 +74,6 @@ class Reports:
                 "forgottenBeforeSeconds": round(now - endpoint.evicted_until, 1) if endpoint.evicted_until else None,
                 "tokensPerSecond": round(endpoint.speed.value),
                 "state": endpoint.state,
-                "link": gateway.upstreams.describe(endpoint),
                 "failures": endpoint.health.total,
                 "failuresInARow": endpoint.health.failures,
                 "ejections": endpoint.health.ejections,

@@ -191,9 +191,6 @@ class Server:
     def describe_model(self) -> Mapping[str, object]:
         return self.card.facts
 
-    def on_pushed_sample(self, worker: Worker, sample: bytes) -> None:
-        self.telemetry.push(worker, sample)
-
     def on_waiting(self) -> None:
         if self._cluster is not None:
             self._cluster.waker.poke()

@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from pydantic import ValidationError
-from tandem_api.launch import MAX_HELD_BYTES, ClientTLS, GatewayConfig, LinkKind, StoreLimits, TracingConfig
+from tandem_api.launch import MAX_HELD_BYTES, ClientTLS, GatewayConfig, StoreLimits, TracingConfig
 from tandem_api.names import (
     API_KEY_FILE,
     CONFIG_PATH,
@@ -96,17 +95,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "--worker",
         action="append",
         default=[],
-        metavar="role=ROLE,url=HOST:PORT[,link=HOST:PORT][,status=HOST:PORT][,revision=R][,name=N][,engine=ENGINE]",
+        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N][,engine=ENGINE]",
     )
     local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
     local.add_argument("--keys", metavar="FOLDER", help=f"where {API_KEY_FILE} is, for workers that want it shown")
-    local.add_argument(
-        "--link",
-        choices=get_args(LinkKind),
-        default="HTTP",
-        help="how workers are asked: Native needs their link=HOST:PORT",
-    )
     local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
     local.add_argument("--tls", metavar="FOLDER", help="serve clients over TLS alone: where tls.crt and tls.key are")
     local.add_argument("--tls-port", type=int, default=GATEWAY_HTTPS_PORT)
@@ -179,7 +172,6 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         http_port=options.port,
         metrics_port=options.metrics_port,
         keys_path=options.keys,
-        link=options.link,
         tls=options.tls and ClientTLS(path=options.tls, port=options.tls_port, plain_http=options.plain_http),
         explain=options.explain,
         convert_step_seconds=options.convert_steps,

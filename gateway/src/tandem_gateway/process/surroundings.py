@@ -35,10 +35,6 @@ class Surroundings(Protocol):
         """What a worker has told about the model."""
         ...
 
-    def on_pushed_sample(self, worker: Worker, sample: bytes) -> None:
-        """A worker has told about itself unasked, as JSON."""
-        ...
-
     def on_waiting(self) -> None:
         """A request has come to wait for a worker."""
         ...

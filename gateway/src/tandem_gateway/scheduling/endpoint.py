@@ -44,10 +44,6 @@ class Worker:
     revision: str
     kv_address: str = ""
     """`host:port` that decode workers ask for prefills; empty: its HTTP address."""
-    link_address: str = ""
-    """`host:port` of its native link; empty: it has none."""
-    pod_name: str = ""
-    """What it greets with over its native link; empty: whatever it likes."""
     status_address: str = ""
     """`host:port` of its metrics port; empty: nobody reads its telemetry."""
     kv_tokens: int = DEFAULT_KV_TOKENS

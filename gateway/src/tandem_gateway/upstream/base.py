@@ -1,8 +1,8 @@
 """The contract between an exchange and the link that carries it to a worker.
 
 An exchange hands over one request and is called back as the answer arrives. Exactly one of `on_upstream_end` and
-`on_upstream_failure` ends it; after that, and after `Call.cancel`, there are no more callbacks. HTTP/1.1 gives every
-call a connection of its own; a multiplexed link gives it a stream of a shared one. Neither is visible here.
+`on_upstream_failure` ends it; after that, and after `Call.cancel`, there are no more callbacks. How many connections
+carry the calls is not visible here.
 """
 
 from __future__ import annotations

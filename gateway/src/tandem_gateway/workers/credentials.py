@@ -22,8 +22,6 @@ class Credentials:
         self._file: KeyFile | None = None
         self.line = b""
         """The header line to send with every request; empty without keys."""
-        self.token: str | None = None
-        """What it shows; None without keys."""
         if folder is None:
             return
         path = Path(folder) / API_KEY_FILE
@@ -47,5 +45,4 @@ class Credentials:
         ring = self._file.ring()
         if ring is not self._ring:
             self._ring = ring
-            self.token = bearer_token(ring)
-            self.line = f"{HEADER_TOKEN}: {self.token}\r\n".encode()
+            self.line = f"{HEADER_TOKEN}: {bearer_token(ring)}\r\n".encode()

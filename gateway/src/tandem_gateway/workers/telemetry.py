@@ -44,10 +44,7 @@ COMPLAIN_AFTER = 5
 TICK_SECONDS = 0.05
 _SPREAD = 0.6180339887498949
 """Multiples of the golden ratio's fraction leave no large gap, however many there are."""
-PUSHED_SECONDS = 3.0
-"""A worker that told about itself unasked in this time is not asked."""
 _OK = "ok"
-_PUSHED = "link"
 _REASONS = {Failure.CONNECT: "refused", Failure.LOCAL: "local", Failure.RESET: "reset", Failure.PROTOCOL: "protocol"}
 
 log = logging.getLogger(__name__)
@@ -111,7 +108,7 @@ class TelemetryPoller:
 
     def take(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Samples of those that stay are kept."""
-        told = (worker for worker in workers if worker.status_address or worker.link_address)
+        told = (worker for worker in workers if worker.status_address)
         known = list(told) if self._period else []
         before, self._targets = self._targets, {}
         now = asyncio.get_running_loop().time()
@@ -121,17 +118,10 @@ class TelemetryPoller:
             if target is None:
                 serial = next(self._serials)
                 target = _Target(self, worker, serial, self._connect_seconds)
-                if worker.status_address:
-                    heappush(self._due, (now + period * (serial * _SPREAD % 1), serial, target))
+                heappush(self._due, (now + period * (serial * _SPREAD % 1), serial, target))
             self._targets[worker] = target
         for target in before.values():
             self._drop(target)
-
-    def push(self, worker: Worker, sample: bytes) -> None:
-        """A worker has told about itself unasked. While it goes on doing so it is not asked."""
-        target = self._targets.get(worker)
-        if target is not None:
-            target.take_pushed(sample, asyncio.get_running_loop().time())
 
     def sample(self, worker: Worker) -> tuple[WorkerTelemetry, float] | None:
         """A worker's last sample and its age in seconds. None: there is none, or it is older than KEEP_SECONDS."""
@@ -166,22 +156,10 @@ class TelemetryPoller:
             due, _, target = heappop(self._due)
             if target.gone:
                 continue
-            pause = self._pause_for(len(self._targets))
-            if target.pushed_at > now - max(PUSHED_SECONDS, 2 * pause):
-                heappush(self._due, (now + pause, target.serial, target))
-                continue
             # Its place within the period stays, unless it had to wait for long.
-            target.due = due if now - due < pause else now
+            target.due = due if now - due < self._pause_for(len(self._targets)) else now
             self._reading[target] = None
             target.read(now + ANSWER_SECONDS)
-
-    def on_pushed(self, target: _Target, result: str, now: float) -> None:
-        """A sample came unasked."""
-        self.reads[result] += 1
-        if result == _PUSHED:
-            target.failures = 0
-            target.read_at = now
-            self._on_sample(target.worker, target.sample)
 
     def on_end(self, target: _Target, result: str) -> None:
         """A read has ended."""
@@ -217,8 +195,7 @@ class _Target(Asker):
     """One worker."""
 
     def __init__(self, owner: TelemetryPoller, worker: Worker, serial: int, connect_seconds: float) -> None:
-        address = worker.status_address or worker.address
-        super().__init__(address, connect_seconds=connect_seconds, most_bytes=MAX_BYTES)
+        super().__init__(worker.status_address, connect_seconds=connect_seconds, most_bytes=MAX_BYTES)
         self.worker = worker
         self.serial = serial
         self.sample: WorkerTelemetry | None = None
@@ -228,8 +205,6 @@ class _Target(Asker):
         self.deadline = 0.0
         self.failures = 0
         """In a row."""
-        self.pushed_at = float("-inf")
-        """When it last told about itself unasked."""
         self.gone = False
         self._owner = owner
         self._head = f"GET /telemetry HTTP/1.1\r\nhost: {worker.status_address}\r\n\r\n".encode()
@@ -238,15 +213,6 @@ class _Target(Asker):
         """Ask it. Ends in one call of `TelemetryPoller.on_end`."""
         self.deadline = deadline
         self.send(self._head)
-
-    def take_pushed(self, sample: bytes, now: float) -> None:
-        try:
-            self.sample = WorkerTelemetry.model_validate_json(sample)
-        except ValidationError:
-            self._owner.on_pushed(self, "garbage", now)
-        else:
-            self.pushed_at = now
-            self._owner.on_pushed(self, _PUSHED, now)
 
     def fail(self, reason: str) -> None:
         """Give the read up."""

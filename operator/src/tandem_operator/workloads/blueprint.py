@@ -88,11 +88,6 @@ class Blueprint:
         return self.model.spec.gateway.image or self.release.gateway_image
 
     @property
-    def native_link(self) -> bool:
-        """Whether workers have a port for gateways' native links."""
-        return self.model.spec.gateway.link == "Native"
-
-    @property
     def decode_role(self) -> Role:
         return Role.UNIFIED if self.model.spec.prefill is None else Role.DECODE
 

@@ -172,14 +172,13 @@ def _build(
 
 def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
     """What gateways reach of a worker: requests go to those that decode, and of a model that sleeps now and then orders
-    to wake up to all; telemetry is read from all, over native links where they are switched on. Other engines' get
-    requests whatever they do, and have no other port."""
+    to wake up to all; telemetry is read from all. Other engines' get requests whatever they do, and have no other port.
+    """
     if is_foreign(blueprint):
         return [_tcp(names.WORKER_HTTP_PORT)]
     wakes = blueprint.model.spec.scale_to_zero is not None
     asked = [_tcp(names.WORKER_HTTP_PORT)] if wakes or role is not Role.PREFILL else []
-    linked = [_tcp(names.WORKER_LINK_PORT)] if blueprint.native_link else []
-    return [*asked, _tcp(names.WORKER_METRICS_PORT), *linked]
+    return [*asked, _tcp(names.WORKER_METRICS_PORT)]
 
 
 def _asks(blueprint: Blueprint, role: Role, other: Role) -> bool:

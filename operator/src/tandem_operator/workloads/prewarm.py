@@ -159,5 +159,5 @@ def _launch(blueprint: Blueprint) -> str:
     """A worker's configuration, as far as it decides what is prepared: it asks nobody and serves nobody."""
     told = worker_config(blueprint, blueprint.decode_role)
     source = told.model.model_copy(update={"sharing": None})
-    alone = {"model": source, "group": GroupConfig(), "keys_path": None, "link_port": None, "tracing": None}
+    alone = {"model": source, "group": GroupConfig(), "keys_path": None, "tracing": None}
     return told.model_copy(update=alone).set_json()

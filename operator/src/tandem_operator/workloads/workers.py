@@ -48,16 +48,15 @@ def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
 
 
 def _ports(blueprint: Blueprint, role: Role) -> list[tuple[str, int]]:
-    """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, where the ranks of
-    several pods meet, and the native link, by whose name gateways know that there is one."""
+    """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, and where the ranks of
+    several pods meet."""
     if is_foreign(blueprint):
         return foreign_ports(blueprint, role)
     workload = blueprint.worker_spec(role)
     first = names.WORKER_KV_PORT
     ports = [("http", names.WORKER_HTTP_PORT), ("metrics", names.WORKER_METRICS_PORT), ("kv", first)]
     ports += [(f"kv-{rank}", first + rank) for rank in range(1, workload.ranks_per_pod)]
-    ports += [("group", names.WORKER_GROUP_PORT)] if workload.nodes_per_replica > 1 else []
-    return [*ports, ("link", names.WORKER_LINK_PORT)] if blueprint.native_link else ports
+    return [*ports, ("group", names.WORKER_GROUP_PORT)] if workload.nodes_per_replica > 1 else ports
 
 
 def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:

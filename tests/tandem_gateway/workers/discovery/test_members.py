@@ -25,7 +25,7 @@ def test_a_ready_pod_is_a_worker() -> None:
     (worker,) = select_workers(filter(None, [read_member(make_pod("a"))]))
     assert worker == Worker(
         name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", status_address="10.0.0.1:9090",
-        pod_name="a", role=Role.DECODE, revision="r1",
+        role=Role.DECODE, revision="r1",
     )  # fmt: skip
 
 
@@ -36,14 +36,6 @@ def test_a_named_port_and_an_ipv6_address_are_used() -> None:
     assert member is not None
     assert member.worker.address == "[fd00::1]:8123"
     assert member.worker.status_address == "[fd00::1]:1"
-    assert member.worker.link_address == "", "it does not say that it has one"
-
-
-def test_a_native_link_is_where_the_pod_says_so() -> None:
-    ports = [{"name": "http", "containerPort": 8000}, {"name": "link", "containerPort": 8001}]
-    member = read_member(make_pod("a", spec_containers=[{"name": "worker", "ports": ports}]))
-    assert member is not None
-    assert member.worker.link_address == "10.0.0.1:8001"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ def test_a_worker_is_read() -> None:
     assert parse_worker("url=h:1").engine == "Tandem"
     engine = parse_worker("url=h:1,role=decode,engine=SGLang")
     assert (engine.engine, engine.needs_prefill) == ("SGLang", True)
-    assert parse_worker("url=h:1,link=h:3").link_address == "h:3"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,6 @@ def test_a_worker_is_read() -> None:
         ("url=h:1,kv=h", "write kv=HOST:PORT"),
         ("url=h:1,engine=SGLang,kv=h:x", "write kv=HOST:PORT"),
         ("url=h:1,status=h", "write status=HOST:PORT"),
-        ("url=h:1,link=h", "write link=HOST:PORT"),
     ],
 )
 def test_a_bad_worker_is_explained(text: str, says: str) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from starlette.types import ASGIApp
 from tandem_api.launch import TracingConfig, TTFTDeadline, WorkerConfig
 from tandem_api.names import REASON_STEP_HUNG, REASON_WAKE_TIMED_OUT
 
@@ -20,7 +19,6 @@ from tandem_worker.group.pods.leading import LeadingPod
 from tandem_worker.group.topology import NodePlace
 from tandem_worker.host.ending import end_process
 from tandem_worker.host.environment import PodFacts
-from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.build import build_worker
 from tandem_worker.process.figures import Refusals
@@ -30,8 +28,7 @@ from tandem_worker.process.standby import WAKE_SECONDS, Standby, WakeDoor
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.wire.gate import TokenGate
-from tandem_worker.server.wire.link.listener import LinkListener
-from tandem_worker.server.wire.serving import HttpPorts, open_ports
+from tandem_worker.server.wire.serving import open_ports
 from tandem_worker.server.wire.status import StatusApp
 
 logger = logging.getLogger("tandem_worker")
@@ -86,18 +83,15 @@ class ServingProcess:
         status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for, rests=self._rests)
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
         self._handle_signals(starting=True)
-        link = await self._open_link(gate, status, ports)
         if self._runtime.files is not None:
             self._runtime.files.open(self._runtime.host)
         group = self._open_group()
         try:
-            worker = await self._build(group, self._refusals(gate, link, group))
+            worker = await self._build(group, self._refusals(gate, group))
         except BaseException as error:
             door.fail()
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
-            if link is not None:
-                await link.stop()
             await ports.close()
             raise
         self._handle_signals(starting=False)
@@ -112,16 +106,12 @@ class ServingProcess:
         worker.begin_background(self._runtime.vitals)
         await self._stop.wait()
         following.cancel()
-        if link is not None:
-            link.drain()
         await self._drain(worker)
         if self._lost is not None:
             await worker.fail(self._lost.message)
             if group is not None:  # one that hangs does not notice that its leader ends
                 await asyncio.to_thread(group.children.stop, _CHILDREN_SECONDS)
             end_process(self._pod, self._lost.reason, self._lost.message)
-        if link is not None:
-            await link.stop()
         await ports.close()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -129,11 +119,9 @@ class ServingProcess:
         await asyncio.to_thread(self._runtime.tracer.close)
         logger.info("ended")
 
-    def _refusals(self, gate: TokenGate, link: LinkListener | None, group: LeadingPod | None) -> dict[str, Refusals]:
+    def _refusals(self, gate: TokenGate, group: LeadingPod | None) -> dict[str, Refusals]:
         """Counts of refusals at every port that strangers may knock at, by its name."""
         refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
-        if link is not None:
-            refusals["link"] = lambda: link.refusals
         if self._runtime.files is not None:
             refusals["files"] = self._runtime.files.refusals
         if group is not None:
@@ -144,26 +132,6 @@ class ServingProcess:
         if self._runtime.files is not None:
             self._runtime.files.close()
         worker.close()
-
-    async def _open_link(self, app: ASGIApp, status: StatusApp, ports: HttpPorts) -> LinkListener | None:
-        """The native link, where it is switched on: the application that the HTTP port serves, for gateways.
-
-        Raises StartupError.
-        """
-        port = self._config.link_port
-        if port is None:
-            return None
-
-        def telemetry() -> bytes | None:
-            return None if status.figures is None else status.figures.telemetry().to_json().encode()
-
-        listener = LinkListener(app, self._runtime.api, name=self._pod.pod, telemetry=telemetry)
-        try:
-            await listener.start(self._runtime.host, port)
-        except StartupError:
-            await ports.close()
-            raise
-        return listener
 
     def _rests(self) -> bool:
         return self._standby.reached and not self._switches.draining

@@ -98,8 +98,6 @@ def _read(pod: Pod) -> Member | None:
         revision=labels.get(LABEL_REVISION, ""),
         kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
         status_address=f"{host}:{_port(pod, 'metrics', WORKER_METRICS_PORT)}" if engine == "Tandem" else "",
-        pod_name=meta["name"],
-        link_address=f"{host}:{link}" if (link := _port(pod, "link", 0)) else "",
         engine=engine,
         needs_prefill=needs_prefill(engine, role),
     )

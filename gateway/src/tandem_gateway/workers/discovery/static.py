@@ -16,13 +16,12 @@ from tandem_gateway.scheduling.endpoint import DEFAULT_KV_TOKENS
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-_KEYS = {"role", "url", "kv", "link", "status", "revision", "name", "kv-tokens", "engine"}
+_KEYS = {"role", "url", "kv", "status", "revision", "name", "kv-tokens", "engine"}
 
 
 def parse_worker(text: str) -> Worker:
-    """A worker written as `role=decode,url=HOST:PORT`, with any of `kv=HOST:PORT`, `link=HOST:PORT`,
-    `status=HOST:PORT`, `revision=R`, `name=N`, `kv-tokens=T` and `engine=E`, by commas. `status` is its metrics port,
-    `link` that of its native link.
+    """A worker written as `role=decode,url=HOST:PORT`, with any of `kv=HOST:PORT`, `status=HOST:PORT`,
+    `revision=R`, `name=N`, `kv-tokens=T` and `engine=E`, by commas. `status` is its metrics port.
 
     Raises:
         ConfigError: `text` is something else.
@@ -51,16 +50,12 @@ def parse_worker(text: str) -> Worker:
     engine = fields.get("engine", "Tandem")
     if engine not in ENGINES:
         raise ConfigError(f"worker {text!r}: engine is {', '.join(ENGINES)}")
-    link = fields.get("link", "")
-    if link and not link.rpartition(":")[2].isdigit():
-        raise ConfigError(f"worker {text!r}: write link=HOST:PORT, the port of its native link")
     return Worker(
         name=fields.get("name") or address,
         address=address,
         role=role,
         revision=fields.get("revision", "static"),
         kv_address=kv_address,
-        link_address=link,
         status_address=status,
         kv_tokens=int(kv_tokens),
         engine=ENGINES[engine],

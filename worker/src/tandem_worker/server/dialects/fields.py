@@ -214,6 +214,17 @@ def check_length(text: str, path: str, max_length: int | None) -> str:
     return text
 
 
+def check_array(value: object, path: str, most: int, items: str = "items", expected: str = "") -> list[Any]:
+    """An array that is not empty and has at most `most` items. Raises RequestError, in words for `items`."""
+    if not isinstance(value, list):
+        wrong_type(path, expected or f"an array of {items}", value)
+    if not value:
+        refuse(path, f"'{path}' must not be empty.", "empty_array")
+    if len(value) > most:
+        refuse(path, f"At most {most} {items} are supported, but there are {len(value)}.", "array_above_max_length")
+    return value
+
+
 def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:
     """`value` if it is an integer in the range, bounds included; neither a boolean nor 1.0 is one."""
     if isinstance(value, float) and value.is_integer() and not -(2.0**63) < value < 2.0**64:

@@ -1,1 +1,1 @@
-"""HTTP and what lies below a request: ports, bodies, errors, the native link."""
+"""HTTP and what lies below a request: ports, bodies, errors."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem_api.messages import drop_billing_line
 
-from tandem_worker.server.dialects.fields import Fields, refuse, write_json, wrong_type
+from tandem_worker.server.dialects.fields import Fields, check_array, refuse, write_json, wrong_type
 from tandem_worker.server.dialects.openai.messages import MAX_MESSAGES
 from tandem_worker.server.dialects.renaming import EXTENSIONS, Places, Renaming
 
@@ -140,13 +140,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 def _messages(fields: Fields) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages of the chat, and the message of the request that each comes from."""
-    value = fields.required("messages")
-    if not isinstance(value, list):
-        wrong_type("messages", "an array of messages", value)
-    if not value:
-        refuse("messages", "'messages' must not be empty.", "empty_array")
-    if len(value) > MAX_MESSAGES:
-        refuse("messages", f"At most {MAX_MESSAGES} messages are supported.", "array_above_max_length")
+    value = check_array(fields.required("messages"), "messages", MAX_MESSAGES, "messages")
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
     for index, item in enumerate(value):

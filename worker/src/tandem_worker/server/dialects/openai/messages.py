@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.dialects.fields import Fields, refuse, wrong_type
+from tandem_worker.server.dialects.fields import Fields, check_array, refuse, wrong_type
 
 MAX_MESSAGES = 4096
 
@@ -28,17 +28,7 @@ def parse_messages(fields: Fields) -> list[dict[str, Any]]:
 
     `tool_calls[i].function.arguments` stay the JSON text that the client sent. Raises RequestError.
     """
-    raw = fields.required("messages")
-    if not isinstance(raw, list):
-        wrong_type("messages", "an array of messages", raw)
-    if not raw:
-        refuse("messages", "'messages' must not be empty.", "empty_array")
-    if len(raw) > MAX_MESSAGES:
-        refuse(
-            "messages",
-            f"At most {MAX_MESSAGES} messages are supported, but there are {len(raw)}.",
-            "array_above_max_length",
-        )
+    raw = check_array(fields.required("messages"), "messages", MAX_MESSAGES, "messages")
     messages: list[dict[str, Any]] = []
     function_names: dict[str, str] = {}
     for index, item in enumerate(raw):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.dialects.fields import Fields, check_text, read_json, refuse, wrong_type
+from tandem_worker.server.dialects.fields import Fields, check_array, check_text, read_json, refuse, wrong_type
 from tandem_worker.server.dialects.openai.structural_tags import parse_structural_tag
 from tandem_worker.server.structured.contract import StructuralTag
 
@@ -121,13 +121,8 @@ def _structural_tag(value: dict[str, Any], path: str) -> ResponseFormat:
 
 def _alternatives(value: Any, path: str) -> str:
     """A regex of the texts in `value`."""
-    if not isinstance(value, list):
-        wrong_type(path, "an array of strings", value)
-    if not value:
-        refuse(path, f"'{path}' must not be empty.", "empty_array")
-    if len(value) > MAX_ALTERNATIVES:
-        refuse(path, f"At most {MAX_ALTERNATIVES} choices are supported.", "array_above_max_length")
-    texts = [check_text(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    choices = check_array(value, path, MAX_ALTERNATIVES, "choices", "an array of strings")
+    texts = [check_text(item, f"{path}[{index}]") for index, item in enumerate(choices)]
     return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from tandem_worker.server.dialects.fields import Fields, refuse, write_json, wrong_type
+from tandem_worker.server.dialects.fields import Fields, check_array, refuse, write_json
 from tandem_worker.server.dialects.openai.messages import MAX_MESSAGES, join_parts
 from tandem_worker.server.dialects.openai.options import API_DEFAULTS, STORE_ADVICE, SamplingDefaults
 from tandem_worker.server.dialects.openai.other_servers import refuse_other_servers
@@ -205,12 +205,7 @@ def _messages(fields: Fields) -> tuple[list[dict[str, Any]], list[str]]:
     value = fields.required("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}], ["input"]
-    if not isinstance(value, list):
-        wrong_type("input", "a string or an array of items", value)
-    if not value:
-        refuse("input", "'input' must not be empty.", "empty_array")
-    if len(value) > MAX_MESSAGES:
-        refuse("input", f"At most {MAX_MESSAGES} items are supported.", "array_above_max_length")
+    check_array(value, "input", MAX_MESSAGES, expected="a string or an array of items")
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     for index, item in enumerate(value):

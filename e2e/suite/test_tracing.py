@@ -1,4 +1,4 @@
-"""A model whose gateway asks its workers over native links, and sends the spans of its requests to a collector."""
+"""A model whose gateway and workers send the spans of requests to a collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from e2e.suite.fleet import Fleet, Object, Say, is_ready, smollm2, until
 
-MODEL = "linked"
+MODEL = "traced"
 PORT = 4318
 COLLECT = """
 import gzip, http.server, json, socket
@@ -76,24 +76,13 @@ def read_spans(fleet: Fleet, trace: str) -> list[Object]:
     return [span for span in (json.loads(found) if isinstance(found, str) else found) if span["trace"] == trace]
 
 
-def read_metric(fleet: Fleet, series: str) -> float:
-    (pod,) = fleet.pods(MODEL, "gateway")
-    text = fleet.kubernetes.request("GET", fleet.path("pods", f"{pod['metadata']['name']}:9090") + "/proxy/metrics")
-    (line,) = (line for line in text.splitlines() if line.startswith(series + " "))
-    return float(line.rpartition(" ")[2])
-
-
 @pytest.mark.timeout(600)
-def test_requests_go_over_native_links_and_their_spans_are_one_tree(fleet: Fleet, say: Say) -> None:
+def test_the_spans_of_a_request_are_one_tree(fleet: Fleet, say: Say) -> None:
     endpoint = f"http://collector.{fleet.namespace}.svc:{PORT}"
-    fleet.apply(smollm2(MODEL, gateway={"link": "Native"}, observability={"tracing": {"endpoint": endpoint}}))
+    fleet.apply(smollm2(MODEL, observability={"tracing": {"endpoint": endpoint}}))
     fleet.wait_ready(MODEL, within=300)
     (gateway,) = fleet.pods(MODEL, "gateway")
     start_collector(fleet, gateway["spec"]["containers"][0]["image"])
-
-    def linked() -> bool:
-        assert read_metric(fleet, 'tandem_gateway_links{state="http_unannounced"}') == 0
-        return read_metric(fleet, 'tandem_gateway_links{state="native"}') >= 1
 
     trace = secrets.token_hex(16)
     with fleet.openai(MODEL) as api:
@@ -105,7 +94,6 @@ def test_requests_go_over_native_links_and_their_spans_are_one_tree(fleet: Fleet
         )  # fmt: skip
         text = "".join(each.choices[0].text for each in streamed if each.choices)
         assert text == api.completions.create(**asked, temperature=0.0).choices[0].text
-    until("a worker is asked over its native link", linked, within=30)
 
     def is_tree() -> list[Object]:
         spans = read_spans(fleet, trace)
@@ -118,4 +106,4 @@ def test_requests_go_over_native_links_and_their_spans_are_one_tree(fleet: Fleet
         return spans
 
     spans = until("every part of the request is in one tree", is_tree, within=60)
-    say(f"a stream over native links, told in {len(spans)} spans of three pods")
+    say(f"a stream, told in {len(spans)} spans of three pods")
