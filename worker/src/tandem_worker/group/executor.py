@@ -174,8 +174,8 @@ class GroupExecutor(RankExecutor):
 
     def move_blocks(self, moves: Moves, *, lane: int = 0, settle: bool = False) -> None:
         """Every rank of the lane copies its share of the blocks. Raises GroupLostError."""
-        ranks = [rank for rank in range(self._leader.size) if self._shape.lane(rank) == lane]
-        self._leader.send_moves([rank for rank in ranks if rank], encode_moves(moves, settle=settle))
+        ranks = [rank for rank in range(self.leader.size) if self._shape.lane(rank) == lane]
+        self.leader.send_moves([rank for rank in ranks if rank], encode_moves(moves, settle=settle))
         if 0 in ranks:
             super().move_blocks(moves, settle=settle)
 
