@@ -222,7 +222,7 @@ def test_another_engine_honours_a_field_or_refuses_it(name: str) -> None:
         put(other, path[:-1], copy.deepcopy(whole))  # what is required beside it
     put(other, path, value)
     if name not in HONOURED:
-        with pytest.raises(ValidationError, match="engine|is for kv.transport Mooncake"):
+        with pytest.raises(ValidationError, match=r"engine|is for kv\.transport Mooncake"):
             replaced(one, other)
     else:
         assert replaced(one, other) == (True, False)
