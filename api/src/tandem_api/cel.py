@@ -2,8 +2,9 @@
 
 The grammar is that of https://github.com/google/cel-spec, the functions are Kubernetes' own
 (https://kubernetes.io/docs/reference/using-api/cel/): logic, comparison, arithmetic of whole numbers, `has`, `in`,
-`all`, `map`, `size`, `string`, `matches`, `startsWith`, `endsWith`, `isSorted`, `duration`, `isQuantity`, and of
-quantities `compareTo`, `add`, `isInteger` and `asInteger`. What else CEL has is refused when a rule is read.
+`all`, `map`, `size`, `string`, `double`, `matches`, `startsWith`, `endsWith`, `isSorted`, `duration`, `isQuantity`, and
+of quantities `compareTo`, `add`, `isInteger`, `asInteger` and `asApproximateFloat`. What else CEL has is refused when a
+rule is read.
 
 `self` is a pydantic model, whose fields go by their aliases, or what JSON parses to. A field that is None is absent.
 """
@@ -310,6 +311,7 @@ def _text(value: Any) -> str:
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "size": len,
     "string": _text,
+    "double": float,
     "duration": parse_duration,
     "quantity": parse_quantity,
     "isQuantity": _is_quantity,
@@ -341,6 +343,7 @@ _METHODS: dict[tuple[str, int], Callable[..., Any]] = {
     ("add", 1): _add,
     ("isInteger", 0): _is_integer,
     ("asInteger", 0): int,
+    ("asApproximateFloat", 0): float,
     ("matches", 1): _matches,
     ("startsWith", 1): str.startswith,
     ("endsWith", 1): str.endswith,
