@@ -69,7 +69,7 @@ def read_ranks(root: Path, package: str) -> dict[str, int]:
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     for contract in contracts:
         if contract["type"] == "layers" and contract["containers"] == [package]:
-            layers = [[room.strip() for room in layer.split("|")] for layer in contract["layers"]]
+            layers = [[room.strip(" ()") for room in layer.split("|")] for layer in contract["layers"]]
             return {room: rank for rank, layer in enumerate(layers) for room in layer}
     return {}
 

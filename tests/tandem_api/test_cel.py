@@ -52,6 +52,7 @@ def evaluate(expression: str, **scope: Any) -> Any:
         ("'abc'.matches('b')", True),
         ("duration('1h30m') > duration('89m')", True),
         ("isQuantity('1Gi') && !isQuantity('1 Gi')", True),
+        ("quantity('2Ki').asApproximateFloat() > quantity('1Ki').asApproximateFloat() * double(1)", True),
         ("quantity('1Gi').compareTo(quantity('1024Mi'))", 0),
         ("quantity('1Ki').asApproximateFloat() * double(3 / 2)", 1024.0),
         ("quantity('500m').add(quantity('500m')).isInteger() && quantity('2').asInteger() == 2", True),

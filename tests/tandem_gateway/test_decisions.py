@@ -116,7 +116,7 @@ async def test_where_a_conversation_would_go_on(start_gateway, start_worker) -> 
         told = (await look(running, more, **key)).json()
         stranger = await look(running, more, authorization="Bearer other")
         assert dict(store.events) == before
-        (tenant,) = store._tenants.values()
+        (tenant,) = store.tenants.known.values()
         assert next(iter(tenant.responses)) == first, "it is still what was used least recently"
         real = await client.post(url, json=more, headers=key | {"x-tandem-route": "explain"})
     assert stranger.status_code == 404

@@ -21,7 +21,7 @@ class Change(StrEnum):
     """What a change comes to."""
 
     WORKERS = "replaces workers"
-    """Of one role, where the field is one role's."""
+    """A role's own field replaces the workers of that role alone."""
     GATEWAYS = "replaces gateways"
     BOTH = "replaces workers and gateways"
     FOLLOWED = "is followed"

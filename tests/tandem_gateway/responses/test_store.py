@@ -59,7 +59,7 @@ def test_a_chain_holds_each_item_once_and_outlives_what_is_deleted_in_it() -> No
     assert conversation(store, "r48") is None
     assert not store.delete(A, "r48", 0.0)
     assert store.delete(A, "r49", 0.0)
-    assert (store.used_bytes, store.tenants, len(store)) == (0, 0, 0)
+    assert (store.used_bytes, len(store.tenants), len(store)) == (0, 0, 0)
 
 
 def test_a_request_under_way_keeps_what_it_continues() -> None:
@@ -67,7 +67,7 @@ def test_a_request_under_way_keeps_what_it_continues() -> None:
     put(store, "first")
     found = store.find(A, "first", 0.0)
     assert found is not None
-    store.hold(found.turn)
+    found.turn.hold()
     assert store.delete(A, "first", 0.0)
     assert store.used_bytes > 0, "it is still held, and counted"
     assert store.keep(A, "second", head=b"{}", given=Said(b"2"), output=b"2", parent=found.turn, now=0.0)
@@ -83,7 +83,7 @@ def test_whose_it_is_not_gets_what_nobody_would() -> None:
     assert store.find(B, "mine", 0.0) is None
     assert not store.delete(B, "mine", 0.0)
     assert store.find(A, "mine", 0.0) is not None
-    assert (store.events["missed"], store.tenants) == (2, 1), "who only asks takes no room"
+    assert (store.events["missed"], len(store.tenants)) == (2, 1), "who only asks takes no room"
 
 
 def test_time_ends_it() -> None:
@@ -168,7 +168,7 @@ def test_it_is_a_part_of_the_budget_and_at_most_half_of_it() -> None:
     store.resize(StoreLimits(max_bytes=MIB), 0.0)
     assert budget.used == store.used_bytes <= MIB
     store.resize(StoreLimits(max_bytes=0, ttl_seconds=0), 0.0)
-    assert (budget.used, len(store), store.tenants) == (0, 0, 0)
+    assert (budget.used, len(store), len(store.tenants)) == (0, 0, 0)
     assert not put(store, "late"), "a request that was under way when it was turned off"
 
 
@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
         parent = None if before is None else before.turn
         text = b"" if before is None else self.model.known[before.id].text + b","
         if parent is not None:
-            self.store.hold(parent)
+            parent.hold()
         self.add(tenant, size, parent, text)
         if parent is not None:
             self.store.release(parent)
@@ -239,13 +239,13 @@ class Histories(RuleBasedStateMachine):
     def add(self, tenant: bytes, size: int, parent: Turn | None, text: bytes) -> None:
         self.count += 1
         name, given = f"r{self.count}", b"%d" % self.count + b"0" * size
-        others = {key: each.bytes for key, each in self.store._tenants.items() if key != tenant}
-        mine = self.store._tenants[tenant].bytes if tenant in self.store._tenants else 0
+        others = {key: each.bytes for key, each in self.store.tenants.known.items() if key != tenant}
+        mine = self.store.tenants.known[tenant].bytes if tenant in self.store.tenants.known else 0
         if self.store.keep(tenant, name, head=b"{}", given=Said(given), output=b"7", parent=parent, now=self.now):
             self.model.known[name] = Known(tenant, text + given + b",7")
         wanted = mine + len(given) + 3 + ENTRY_BYTES
         for key, held in others.items():
-            left = self.store._tenants[key].bytes if key in self.store._tenants else 0
+            left = self.store.tenants.known[key].bytes if key in self.store.tenants.known else 0
             assert left == held or held >= min(wanted, max(others.values())), "only who holds most gives way"
 
     @rule(place=st.integers(0, 30))
@@ -255,7 +255,7 @@ class Histories(RuleBasedStateMachine):
             known = self.model.known[names[-1 - place]]
             found = self.store.find(known.tenant, names[-1 - place], self.now)
             if found is not None:
-                self.store.hold(found.turn)
+                found.turn.hold()
                 self.model.flights.append(Flight(known.tenant, found.turn, known.text))
 
     @rule(size=st.integers(0, 1500), answered=st.booleans())
@@ -283,8 +283,8 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def is_within_its_bounds(self) -> None:
         assert 0 <= self.store.used_bytes <= self.store.max_bytes
-        assert self.budget.used == self.store.used_bytes == sum(t.bytes for t in self.store._tenants.values())
-        assert len(self.store._largest) <= 2 * len(self.store._tenants) + 64 + 1
+        assert self.budget.used == self.store.used_bytes == sum(t.bytes for t in self.store.tenants.known.values())
+        assert len(self.store.tenants.ranked) <= 2 * len(self.store.tenants.known) + 64 + 1
 
     @invariant()
     def is_read_whole_by_its_owner_alone(self) -> None:
@@ -298,7 +298,7 @@ class Histories(RuleBasedStateMachine):
         for flight in self.model.flights:
             self.store.release(flight.turn)
         self.store.expire(self.now + 1000)
-        assert (self.store.used_bytes, self.budget.used, self.store.tenants, len(self.store)) == (0, 0, 0, 0)
+        assert (self.store.used_bytes, self.budget.used, len(self.store.tenants), len(self.store)) == (0, 0, 0, 0)
 
 
 TestHistories: Any = Histories.TestCase

@@ -65,7 +65,7 @@ class Recording:
     def hold(self) -> None:
         """The request is under way: what it continues stays."""
         if self._parent is not None:
-            self._store.hold(self._parent)
+            self._parent.hold()
 
     def close(self) -> None:
         """It has ended."""

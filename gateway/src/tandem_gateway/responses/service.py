@@ -182,7 +182,7 @@ class Responses:
         parent = asked.parent
         if parent is None:
             return lambda: None
-        self.store.hold(parent)
+        parent.hold()
         return partial(self.store.release, parent)
 
     def record(self, asked: Asked, expanded: Expanded) -> Recording:

@@ -59,6 +59,10 @@ class Turn:
     def size(self) -> int:
         return len(self.input) + len(self.output)
 
+    def hold(self) -> None:
+        """It is in use, and stays until `ResponseStore.release`."""
+        self.uses += 1
+
 
 class StoredResponse:
     __slots__ = ("head", "id", "made_at", "turn")
@@ -91,16 +95,62 @@ class Tenant:
         return self.key < other.key
 
 
-class ResponseStore:
-    def __init__(self, limits: StoreLimits, budget: Budget) -> None:
+class Tenants:
+    """Whoever has something in the store, by key, and the one that has most."""
+
+    def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._tenants: dict[bytes, Tenant] = {}
-        self._responses: OrderedDict[str, tuple[Tenant, StoredResponse]] = OrderedDict()
-        """Oldest first."""
-        self._largest: list[tuple[int, Tenant]] = []
+        self.known: dict[bytes, Tenant] = {}
+        self.ranked: list[tuple[int, Tenant]] = []
         """A heap of tenants by bytes, negative. A tenant that grows is pushed again; what is out of date is corrected
         when it comes up."""
         self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def get(self, key: bytes) -> Tenant | None:
+        return self.known.get(key)
+
+    def open(self, key: bytes) -> Tenant:
+        """The tenant of this key, which may be a new one."""
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = Tenant(key)
+        return found
+
+    def count(self, tenant: Tenant, size: int) -> None:
+        """It holds so many bytes more, or less. Who holds none any more is forgotten."""
+        tenant.bytes += size
+        self.used_bytes += size
+        self._budget.used += size
+        if not tenant.bytes:
+            self.known.pop(tenant.key, None)
+
+    def note_growth(self, tenant: Tenant) -> None:
+        """It has got another response."""
+        heapq.heappush(self.ranked, (-tenant.bytes, tenant))
+        if len(self.ranked) > 2 * len(self.known) + 64:
+            self.ranked = [(-each.bytes, each) for each in self.known.values()]
+            heapq.heapify(self.ranked)
+
+    def find_largest(self) -> Tenant:
+        """The largest of those that have a response, of which there is one."""
+        while True:
+            size, tenant = self.ranked[0]
+            if tenant.responses and -size == tenant.bytes:
+                return tenant
+            heapq.heappop(self.ranked)
+            if tenant.responses and -size > tenant.bytes:  # one that has grown was pushed again
+                heapq.heappush(self.ranked, (-tenant.bytes, tenant))
+
+
+class ResponseStore:
+    def __init__(self, limits: StoreLimits, budget: Budget) -> None:
+        self._budget = budget
+        self.tenants = Tenants(budget)
+        self._responses: OrderedDict[str, tuple[Tenant, StoredResponse]] = OrderedDict()
+        """Oldest first."""
         self.events: Counter[str] = Counter()
         self._set(limits)
 
@@ -108,16 +158,13 @@ class ResponseStore:
         return len(self._responses)
 
     @property
-    def tenants(self) -> int:
-        return len(self._tenants)
-
-    @property
-    def max_entry_bytes(self) -> int:
-        return self.max_bytes // ENTRY_SHARE
+    def used_bytes(self) -> int:
+        return self.tenants.used_bytes
 
     def _set(self, limits: StoreLimits) -> None:
         self.max_bytes = min(limits.max_bytes, self._budget.limit // 2)
         """Others hold bytes, too: the store takes no more than half of what there is for all."""
+        self.max_entry_bytes = self.max_bytes // ENTRY_SHARE
         self.ttl_seconds = limits.ttl_seconds
 
     def resize(self, limits: StoreLimits, now: float) -> None:
@@ -125,18 +172,19 @@ class ResponseStore:
         self._set(limits)
         self.expire(now)
         while self.used_bytes > self.max_bytes and self._responses:
-            self._evict(self._find_largest())
+            largest = self.tenants.find_largest()
+            self._remove(largest, next(iter(largest.responses)), "evicted")
 
     def peek(self, tenant: bytes, name: str) -> StoredResponse | None:
         """As `find`, and nothing is changed by it."""
-        owner = self._tenants.get(tenant)
+        owner = self.tenants.get(tenant)
         return None if owner is None else owner.responses.get(name)
 
     def find(self, tenant: bytes, name: str, now: float) -> StoredResponse | None:
         """The tenant's own response of this name, which counts as used by that. None: there is none, or it is somebody
         else's."""
         self.expire(now)
-        owner = self._tenants.get(tenant)
+        owner = self.tenants.get(tenant)
         found = None if owner is None else owner.responses.get(name)
         if owner is None or found is None:
             self.events["missed"] += 1
@@ -149,7 +197,7 @@ class ResponseStore:
         """Whether there was one."""
         if self.find(tenant, name, now) is None:
             return False
-        self._remove(self._tenants[tenant], name, "deleted")
+        self._remove(self.tenants.open(tenant), name, "deleted")
         return True
 
     def may_keep(self, size: int) -> bool:
@@ -163,30 +211,21 @@ class ResponseStore:
         False: there is no room for one so large."""
         self.expire(now)
         size = len(head) + len(given.items) + len(output) + ENTRY_BYTES
-        if size > self.max_entry_bytes or not self._make_room(self._tenants.get(tenant), size):
+        if size > self.max_entry_bytes or not self._make_room(self.tenants.get(tenant), size):
             self.events["too_large"] += 1
             return False
-        owner = self._tenants.get(tenant)
-        if owner is None:
-            owner = self._tenants[tenant] = Tenant(tenant)
+        owner = self.tenants.open(tenant)
         turn = Turn(name, owner, given, output, parent)
         if parent is not None:
-            self.hold(parent)
-        self.hold(turn)
+            parent.hold()
+        turn.hold()
         response = StoredResponse(name, head, turn, now)
         owner.responses[name] = response
         self._responses[name] = owner, response
-        self._count(owner, size)
-        heapq.heappush(self._largest, (-owner.bytes, owner))
-        if len(self._largest) > 2 * len(self._tenants) + 64:
-            self._largest = [(-each.bytes, each) for each in self._tenants.values()]
-            heapq.heapify(self._largest)
+        self.tenants.count(owner, size)
+        self.tenants.note_growth(owner)
         self.events["kept"] += 1
         return True
-
-    def hold(self, turn: Turn) -> None:
-        """It is in use, and stays."""
-        turn.uses += 1
 
     def release(self, turn: Turn) -> None:
         """One use less. What nobody uses goes, and with it the turns before that nobody else uses."""
@@ -194,7 +233,7 @@ class ResponseStore:
             turn.uses -= 1
             if turn.uses:
                 return
-            self._count(turn.tenant, -turn.size - ENTRY_BYTES)
+            self.tenants.count(turn.tenant, -turn.size - ENTRY_BYTES)
             if turn.parent is None:
                 return
             turn = turn.parent
@@ -212,7 +251,7 @@ class ResponseStore:
         oldest = next(iter(self._responses.values()), None)
         return {
             "responses": len(self._responses),
-            "tenants": len(self._tenants),
+            "tenants": len(self.tenants),
             "bytes": self.used_bytes,
             "maxBytes": self.max_bytes,
             "maxResponseBytes": self.max_entry_bytes,
@@ -227,41 +266,20 @@ class ResponseStore:
         while self.used_bytes + size > self.max_bytes or len(self._responses) >= MAX_RESPONSES:
             if not self._responses:
                 return False  # requests under way use the rest
-            victim = self._find_largest()
+            victim = self.tenants.find_largest()
             if size + (0 if newcomer is None else newcomer.bytes) > victim.bytes:
                 if newcomer is None or not newcomer.responses:
                     return False  # it would be the largest, and has nothing to give up
                 victim = newcomer
-            self._evict(victim)
+            self._remove(victim, next(iter(victim.responses)), "evicted")
         return True
-
-    def _find_largest(self) -> Tenant:
-        """The largest of those that have a response, of which there is one."""
-        heap = self._largest
-        while True:
-            size, tenant = heap[0]
-            if tenant.responses and -size == tenant.bytes:
-                return tenant
-            heapq.heappop(heap)
-            if tenant.responses and -size > tenant.bytes:  # one that has grown was pushed again
-                heapq.heappush(heap, (-tenant.bytes, tenant))
-
-    def _evict(self, tenant: Tenant) -> None:
-        self._remove(tenant, next(iter(tenant.responses)), "evicted")
 
     def _remove(self, owner: Tenant, name: str, event: str) -> None:
         response = owner.responses.pop(name)
         del self._responses[name]
         self.events[event] += 1
-        self._count(owner, -len(response.head))
+        self.tenants.count(owner, -len(response.head))
         self.release(response.turn)
-
-    def _count(self, tenant: Tenant, size: int) -> None:
-        tenant.bytes += size
-        self.used_bytes += size
-        self._budget.used += size
-        if not tenant.bytes:
-            self._tenants.pop(tenant.key, None)
 
 
 def list_turns(last: Turn | None) -> Iterator[Turn]:
