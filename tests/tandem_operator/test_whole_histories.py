@@ -63,7 +63,7 @@ class World:
         """The watch of the model is away in between."""
         self.tip = "a" * 40
         self.policy = HubPolicy(resolve=True)
-        self.answers: dict[ModelKey, tuple[CommitQuestion, CommitAnswer | None]] = {}
+        self.answers: dict[tuple[ModelKey, str], tuple[CommitQuestion, CommitAnswer | None]] = {}
         self.bad: set[str] = set()
         """Images whose workers never start."""
         self.due = 0.0
@@ -141,23 +141,24 @@ class World:
     # the hub
 
     def ask(self, key: ModelKey, question: CommitQuestion, *, can_wait: bool = False) -> CommitAnswer | None:
-        known = self.answers.get(key)
+        known = self.answers.get((key, question.path))
         if known is None or known[0] != question:
-            self.answers[key] = known = (question, None)
+            self.answers[key, question.path] = known = (question, None)
         return known[1]
 
-    def forget(self, key: ModelKey) -> None:
-        self.answers.pop(key, None)
+    def forget(self, key: ModelKey, path: str | None = None) -> None:
+        for each in [each for each in self.answers if each[0] == key and path in (None, each[1])]:
+            del self.answers[each]
 
     def look_after(self, key: ModelKey) -> float | None:
         return None
 
     def answer(self) -> None:
-        for key, (question, before) in list(self.answers.items()):
+        for each, (question, before) in list(self.answers.items()):
             told = CommitAnswer(commit=self.tip)
             if told != before:
-                self.answers[key] = question, told
-                self._wake(key)
+                self.answers[each] = question, told
+                self._wake(each[0])
 
     # the API server
 

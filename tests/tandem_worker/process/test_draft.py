@@ -55,6 +55,7 @@ def test_answers_are_the_models(pair: SimpleNamespace, tiny_model: Path) -> None
     assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
     assert pair.decode.metric("tandem_worker_draft_tokens_total", source="head") > 10
     assert pair.decode.metric("tandem_worker_accepted_draft_tokens_total", source="head") >= 0
+    assert pair.decode.metric("tandem_worker_memory_bytes", kind="guesses") > 0, "what the head has read"
 
 
 def test_workers_with_unlike_heads_exchange_no_blocks(

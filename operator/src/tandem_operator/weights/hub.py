@@ -73,7 +73,7 @@ class Hub:
         self._on_answer = on_answer
         self._clock = clock
         self._asked: dict[tuple[ModelKey, str], _Asked] = {}
-        """By model, and by what of it names the repository."""
+        """Keyed by model, and by what of it names the repository."""
         self._places = asyncio.Semaphore(_AT_A_TIME)
         self._session: aiohttp.ClientSession | None = None
 

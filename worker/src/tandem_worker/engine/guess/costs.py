@@ -21,7 +21,7 @@ look free."""
 _OUTLIER = 0.1
 """A step says no more than that it was so much longer or shorter than predicted: more is what disturbed it."""
 _FIRST_STEPS = 8
-"""Of these the fastest says what the base is: memory is touched for the first time in them."""
+"""The fastest of these says what the base is: memory is touched for the first time in them."""
 _LEAST_SQUARE = 0.01
 """Steps of few more rows say little about what a row costs."""
 

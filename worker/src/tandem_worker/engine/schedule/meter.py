@@ -8,7 +8,7 @@ _STEP_WEIGHT = 0.2
 _TOKENS_WEIGHT = 0.02
 """Right guesses come in runs: a mean over some fifty steps."""
 _TOKEN_TIME_WEIGHT = 0.01
-"""Of a step in the time between tokens, whose steps make one token or many: what is planned by it can wait."""
+"""A step's part of the time between tokens, whose steps make one or many: what is planned by it can wait."""
 _MEMORY_TOKENS = 1024
 """The prefill rate is an average over about so many tokens: a few small chunks beside decodes hardly count."""
 _MIN_PREFILL_TOKENS = 32
@@ -52,7 +52,7 @@ class SpeedMeter:
         self.mixed_step_seconds: float | None = None
         """Mean of steps that compute prompts beside answers."""
         self.decode_token, self.mixed_token = TokenTime(), TokenTime()
-        """Of steps that only decode, and of those that compute prompts too."""
+        """The time of a token in steps that only decode, and in those that compute prompts too."""
         self._chunk_tokens = self._chunk_seconds = 0.0
         """Prompt tokens, and by how much they made their steps longer, older ones fading."""
         self.decode_tokens_per_step = 1.0
