@@ -125,6 +125,7 @@ def test_a_thousand_bytes_that_change_are_found(store: tuple[Program, Program], 
     check_flips(store, disk, num_prompts=100)
 
 
+@pytest.mark.full
 def test_a_record_that_mooncake_cannot_read_costs_itself_alone(store: tuple[Program, Program], disk: Path) -> None:
     """It answers so for all that is read together, and would again and again."""
     fill(store, disk, 1)
@@ -174,7 +175,8 @@ def test_a_disk_without_room_costs_nothing_but_what_it_lacks(tmp_path: Path, dis
         master.kill()
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.full), "freeze"])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_another_holders_disk_that_goes_costs_what_is_there(
     store: tuple[Program, Program], disk: Path, tmp_path: Path, how: str
 ) -> None:

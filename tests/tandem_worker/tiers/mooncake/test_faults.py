@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tandem_worker.tiers.errors import (
@@ -20,18 +22,20 @@ from tandem_worker.tiers.errors import (
     STORE_FULL,
     STORE_HOLDER_FAILED,
     STORE_UNREACHABLE,
+    TierError,
 )
 from tandem_worker.tiers.health import Cause
 from tandem_worker.tiers.mooncake import client, objects, tier
 from tandem_worker.tiers.mooncake.notes import Note, Notes
 from tandem_worker.tiers.mooncake.program import is_answered
+from tandem_worker.tiers.mooncake.tier import StoreTier
 
 from tests.mooncake.processes import Program, build_holder, build_master, find_port, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
 from tests.tandem_worker.tiers.mooncake.test_program import IMPATIENT, find_children
 from tests.tandem_worker.tiers.mooncake.test_tier import make_prompt
-from tests.tandem_worker.tiers.rig import wait_until
+from tests.tandem_worker.tiers.rig import KEY, wait_until
 
 MAGIC = b"TNDMKVSL"
 BLOCK_BYTES = 64
@@ -213,12 +217,13 @@ def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path
 
 def test_why_nobody_answers_is_told_in_the_words_of_who_knows(tmp_path: Path) -> None:
     Notes(tmp_path).say(Note(STORE_HOLDER_FAILED, "no master answers at mooncake.kv:1"))
-    rig = StoreRig("127.0.0.1:9", usable=False, notes=tmp_path)
-    wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_HOLDER_FAILED, 30.0)
-    cause = rig.tier.health.cause
-    assert cause is not None
-    assert cause.message == "no mooncake_client answers at 127.0.0.1:9: no master answers at mooncake.kv:1"
-    rig.close()
+    memory: Any = SimpleNamespace(layer_bytes=(32,))
+    unstarted = StoreTier("127.0.0.1:9", KEY, memory, 4, notes=tmp_path)
+    unstarted._fail(TierError(STORE_UNREACHABLE, "no mooncake_client answers at 127.0.0.1:9"), hangs=False)
+    text = "no mooncake_client answers at 127.0.0.1:9: no master answers at mooncake.kv:1"
+    assert unstarted.health.cause == Cause(STORE_HOLDER_FAILED, text)
+    unstarted._fail(TierError(STORE_FROZEN, "put has not returned for 3 s"), hangs=True)
+    assert unstarted.health.cause == Cause(STORE_FROZEN, "put has not returned for 3 s")
 
 
 def test_a_disk_that_runs_full_is_told_and_what_has_room_again_is_used(
