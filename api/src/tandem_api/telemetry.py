@@ -252,7 +252,7 @@ class Metric:
     WORKER_GRAMMAR_SECONDS_TOTAL = "tandem_worker_grammar_seconds_total"
     WORKER_GRAMMAR_RESTARTS_TOTAL = "tandem_worker_grammar_restarts_total"
     WORKER_REFUSED_CONNECTIONS_TOTAL = "tandem_worker_refused_connections_total"
-    """Labels `port` (`http`, `link`, `kv`, `group`) and `reason`: strangers, or peers whose keys are not ours."""
+    """Labels `port` (`http`, `kv`, `group`) and `reason`: strangers, or peers whose keys are not ours."""
     WORKER_TRACE_SPANS_TOTAL = "tandem_worker_trace_spans_total"
     """Label `outcome`, here and of gateways: `exported`, or why a span was dropped: `queue_full`, `export_failed`."""
     GATEWAY_TRACE_SPANS_TOTAL = "tandem_gateway_trace_spans_total"

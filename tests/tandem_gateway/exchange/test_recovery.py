@@ -16,12 +16,12 @@ from tandem_gateway.exchange.recovery import (
     MAX_STALLS,
     POLICIES,
     Action,
+    AttemptProgress,
     Blame,
     Ending,
-    Journal,
+    JournalState,
     Patience,
-    Progress,
-    Step,
+    RecoveryStep,
     decide,
     may_ask_another,
     may_displace,
@@ -37,70 +37,70 @@ FIRST: dict[str, Any] = {}
 LAST = {"attempts": MAX_ATTEMPTS}
 DEADLY = {"resets": MAX_RESETS - 1}
 """One worker may have died of it already."""
-STREAM = {"attempts": 1, "begun": True, "untouched": False, "journal": Journal(stalls=1, deaths=1)}
-STUCK = STREAM | {"journal": Journal(stalls=MAX_STALLS + 1)}
+STREAM = {"attempts": 1, "begun": True, "untouched": False, "journal": JournalState(stalls=1, deaths=1)}
+STUCK = STREAM | {"journal": JournalState(stalls=MAX_STALLS + 1)}
 FREE = {"another": True}
 WHOLE = {"streams": False}
 WAITED = {"waited": True}
 
 TABLE = [
     # how it ended, how far it had come, what is done, blame, whether it counts as failed, the error
-    (Ending.REFUSED, FIRST, Step.RETRY, Blame.WORKER, True, None),
-    (Ending.REFUSED, LAST, Step.RETRY, Blame.WORKER, True, None),
-    (Ending.REFUSED, WAITED, Step.RETRY, Blame.WORKER, True, None),
-    (Ending.REFUSED, LAST | WAITED, Step.FAIL, Blame.WORKER, True, NoEndpoint),
-    (Ending.REFUSED, LAST | WAITED | DEADLY, Step.FAIL, Blame.WORKER, True, UpstreamFailed),
-    (Ending.REFUSED, STREAM, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.UNAUTHORIZED, LAST, Step.RETRY, Blame.WORKER, True, None),
-    (Ending.UNAUTHORIZED, LAST | WAITED, Step.FAIL, Blame.WORKER, True, NoEndpoint),
-    (Ending.UNAUTHORIZED, STREAM, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.DRAINING, FIRST, Step.RETRY, Blame.WORKER, None, None),
-    (Ending.DRAINING, LAST, Step.FAIL, Blame.WORKER, None, NoEndpoint),
-    (Ending.DRAINING, STREAM, Step.MOVE, Blame.WORKER, None, None),
-    (Ending.HANDED_ON, FIRST, Step.RETRY, Blame.WORKER, None, None),
-    (Ending.HANDED_ON, STREAM, Step.MOVE, Blame.WORKER, None, None),
-    (Ending.RESET, FIRST, Step.RETRY, Blame.SUSPECT, True, None),
-    (Ending.RESET, DEADLY, Step.FAIL, Blame.SUSPECT, True, UpstreamFailed),
-    (Ending.RESET, LAST, Step.FAIL, Blame.SUSPECT, True, UpstreamFailed),
-    (Ending.RESET, LAST | WAITED, Step.FAIL, Blame.SUSPECT, True, UpstreamFailed),
-    (Ending.RESET, WHOLE, Step.RETRY, Blame.SUSPECT, True, None),
-    (Ending.RESET, STREAM, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.RESET, STREAM | DEADLY | LAST, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.RESET, STUCK, Step.FAIL, Blame.WORKER, True, UpstreamFailed),
-    (Ending.HELD_BACK, STREAM, Step.MOVE, Blame.NOBODY, None, None),
-    (Ending.HELD_BACK, STUCK, Step.FAIL, Blame.NOBODY, None, UpstreamFailed),
-    (Ending.STALE, FIRST, Step.RETRY, Blame.NOBODY, None, None),
-    (Ending.STALE, DEADLY, Step.FAIL, Blame.NOBODY, None, UpstreamFailed),
-    (Ending.STALE, STREAM, Step.MOVE, Blame.NOBODY, None, None),
-    (Ending.UNHELPED, FIRST, Step.RETRY, Blame.NOBODY, None, None),
-    (Ending.UNHELPED, DEADLY, Step.FAIL, Blame.NOBODY, None, UpstreamFailed),
-    (Ending.SILENT, FIRST, Step.FAIL, Blame.SILENCE, True, UpstreamTimeout),
-    (Ending.SILENT, FREE, Step.RETRY, Blame.SILENCE, True, None),
-    (Ending.SILENT, FREE | DEADLY, Step.FAIL, Blame.SILENCE, True, UpstreamFailed),
-    (Ending.SILENT, WHOLE, Step.FAIL, Blame.SILENCE, True, UpstreamTimeout),
-    (Ending.SILENT, STREAM, Step.MOVE, Blame.SILENCE, True, None),
-    (Ending.SILENT, STREAM | WHOLE, Step.FAIL, Blame.SILENCE, True, UpstreamTimeout),
-    (Ending.SILENT, STUCK, Step.FAIL, Blame.SILENCE, True, UpstreamTimeout),
-    (Ending.BUSY, {"status": 429}, Step.PASS_ON, Blame.NOBODY, None, None),
-    (Ending.BUSY, FREE | {"status": 429}, Step.RETRY, Blame.WORKER, False, None),
-    (Ending.BUSY, FREE | {"status": 503}, Step.RETRY, Blame.WORKER, True, None),
-    (Ending.BUSY, STREAM | {"status": 503}, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.FULL, {"status": 429}, Step.PASS_ON, Blame.NOBODY, None, None),
-    (Ending.FULL, {"status": 429, "outnumbered": True}, Step.DISPLACE, Blame.NOBODY, False, None),
-    (Ending.FULL, {"status": 503, "outnumbered": True}, Step.DISPLACE, Blame.NOBODY, False, None),
-    (Ending.FULL, FREE | {"status": 429}, Step.RETRY, Blame.WORKER, False, None),
-    (Ending.FULL, STREAM | {"status": 429, "outnumbered": True}, Step.MOVE, Blame.WORKER, False, None),
-    (Ending.ERROR, {"status": 500}, Step.PASS_ON, Blame.NOBODY, None, None),
-    (Ending.ERROR, FREE | {"status": 500}, Step.RETRY, Blame.SUSPECT, True, None),
-    (Ending.ERROR, FREE | {"status": 429}, Step.RETRY, Blame.SUSPECT, False, None),
-    (Ending.ERROR, STREAM | {"status": 500}, Step.MOVE, Blame.WORKER, True, None),
-    (Ending.DECLINED, STREAM | {"status": 400}, Step.FAIL, Blame.NOBODY, False, UpstreamFailed),
-    (Ending.ENDLESS, FIRST, Step.FAIL, Blame.NOBODY, True, UpstreamFailed),
-    (Ending.ENDLESS, STREAM, Step.FAIL, Blame.NOBODY, True, UpstreamFailed),
-    (Ending.LOCAL, FIRST, Step.WAIT, Blame.NOBODY, None, None),
-    (Ending.LOCAL, LAST | WAITED | DEADLY, Step.WAIT, Blame.NOBODY, None, None),
-    (Ending.LOCAL, {"starved": True}, Step.FAIL, Blame.NOBODY, None, GatewayFull),
-    (Ending.LOCAL, STREAM, Step.WAIT, Blame.NOBODY, None, None),
+    (Ending.REFUSED, FIRST, RecoveryStep.RETRY, Blame.WORKER, True, None),
+    (Ending.REFUSED, LAST, RecoveryStep.RETRY, Blame.WORKER, True, None),
+    (Ending.REFUSED, WAITED, RecoveryStep.RETRY, Blame.WORKER, True, None),
+    (Ending.REFUSED, LAST | WAITED, RecoveryStep.FAIL, Blame.WORKER, True, NoEndpoint),
+    (Ending.REFUSED, LAST | WAITED | DEADLY, RecoveryStep.FAIL, Blame.WORKER, True, UpstreamFailed),
+    (Ending.REFUSED, STREAM, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.UNAUTHORIZED, LAST, RecoveryStep.RETRY, Blame.WORKER, True, None),
+    (Ending.UNAUTHORIZED, LAST | WAITED, RecoveryStep.FAIL, Blame.WORKER, True, NoEndpoint),
+    (Ending.UNAUTHORIZED, STREAM, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.DRAINING, FIRST, RecoveryStep.RETRY, Blame.WORKER, None, None),
+    (Ending.DRAINING, LAST, RecoveryStep.FAIL, Blame.WORKER, None, NoEndpoint),
+    (Ending.DRAINING, STREAM, RecoveryStep.MOVE, Blame.WORKER, None, None),
+    (Ending.HANDED_ON, FIRST, RecoveryStep.RETRY, Blame.WORKER, None, None),
+    (Ending.HANDED_ON, STREAM, RecoveryStep.MOVE, Blame.WORKER, None, None),
+    (Ending.RESET, FIRST, RecoveryStep.RETRY, Blame.SUSPECT, True, None),
+    (Ending.RESET, DEADLY, RecoveryStep.FAIL, Blame.SUSPECT, True, UpstreamFailed),
+    (Ending.RESET, LAST, RecoveryStep.FAIL, Blame.SUSPECT, True, UpstreamFailed),
+    (Ending.RESET, LAST | WAITED, RecoveryStep.FAIL, Blame.SUSPECT, True, UpstreamFailed),
+    (Ending.RESET, WHOLE, RecoveryStep.RETRY, Blame.SUSPECT, True, None),
+    (Ending.RESET, STREAM, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.RESET, STREAM | DEADLY | LAST, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.RESET, STUCK, RecoveryStep.FAIL, Blame.WORKER, True, UpstreamFailed),
+    (Ending.HELD_BACK, STREAM, RecoveryStep.MOVE, Blame.NOBODY, None, None),
+    (Ending.HELD_BACK, STUCK, RecoveryStep.FAIL, Blame.NOBODY, None, UpstreamFailed),
+    (Ending.STALE, FIRST, RecoveryStep.RETRY, Blame.NOBODY, None, None),
+    (Ending.STALE, DEADLY, RecoveryStep.FAIL, Blame.NOBODY, None, UpstreamFailed),
+    (Ending.STALE, STREAM, RecoveryStep.MOVE, Blame.NOBODY, None, None),
+    (Ending.UNHELPED, FIRST, RecoveryStep.RETRY, Blame.NOBODY, None, None),
+    (Ending.UNHELPED, DEADLY, RecoveryStep.FAIL, Blame.NOBODY, None, UpstreamFailed),
+    (Ending.SILENT, FIRST, RecoveryStep.FAIL, Blame.SILENCE, True, UpstreamTimeout),
+    (Ending.SILENT, FREE, RecoveryStep.RETRY, Blame.SILENCE, True, None),
+    (Ending.SILENT, FREE | DEADLY, RecoveryStep.FAIL, Blame.SILENCE, True, UpstreamFailed),
+    (Ending.SILENT, WHOLE, RecoveryStep.FAIL, Blame.SILENCE, True, UpstreamTimeout),
+    (Ending.SILENT, STREAM, RecoveryStep.MOVE, Blame.SILENCE, True, None),
+    (Ending.SILENT, STREAM | WHOLE, RecoveryStep.FAIL, Blame.SILENCE, True, UpstreamTimeout),
+    (Ending.SILENT, STUCK, RecoveryStep.FAIL, Blame.SILENCE, True, UpstreamTimeout),
+    (Ending.BUSY, {"status": 429}, RecoveryStep.PASS_ON, Blame.NOBODY, None, None),
+    (Ending.BUSY, FREE | {"status": 429}, RecoveryStep.RETRY, Blame.WORKER, False, None),
+    (Ending.BUSY, FREE | {"status": 503}, RecoveryStep.RETRY, Blame.WORKER, True, None),
+    (Ending.BUSY, STREAM | {"status": 503}, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.FULL, {"status": 429}, RecoveryStep.PASS_ON, Blame.NOBODY, None, None),
+    (Ending.FULL, {"status": 429, "outnumbered": True}, RecoveryStep.DISPLACE, Blame.NOBODY, False, None),
+    (Ending.FULL, {"status": 503, "outnumbered": True}, RecoveryStep.DISPLACE, Blame.NOBODY, False, None),
+    (Ending.FULL, FREE | {"status": 429}, RecoveryStep.RETRY, Blame.WORKER, False, None),
+    (Ending.FULL, STREAM | {"status": 429, "outnumbered": True}, RecoveryStep.MOVE, Blame.WORKER, False, None),
+    (Ending.ERROR, {"status": 500}, RecoveryStep.PASS_ON, Blame.NOBODY, None, None),
+    (Ending.ERROR, FREE | {"status": 500}, RecoveryStep.RETRY, Blame.SUSPECT, True, None),
+    (Ending.ERROR, FREE | {"status": 429}, RecoveryStep.RETRY, Blame.SUSPECT, False, None),
+    (Ending.ERROR, STREAM | {"status": 500}, RecoveryStep.MOVE, Blame.WORKER, True, None),
+    (Ending.DECLINED, STREAM | {"status": 400}, RecoveryStep.FAIL, Blame.NOBODY, False, UpstreamFailed),
+    (Ending.ENDLESS, FIRST, RecoveryStep.FAIL, Blame.NOBODY, True, UpstreamFailed),
+    (Ending.ENDLESS, STREAM, RecoveryStep.FAIL, Blame.NOBODY, True, UpstreamFailed),
+    (Ending.LOCAL, FIRST, RecoveryStep.WAIT, Blame.NOBODY, None, None),
+    (Ending.LOCAL, LAST | WAITED | DEADLY, RecoveryStep.WAIT, Blame.NOBODY, None, None),
+    (Ending.LOCAL, {"starved": True}, RecoveryStep.FAIL, Blame.NOBODY, None, GatewayFull),
+    (Ending.LOCAL, STREAM, RecoveryStep.WAIT, Blame.NOBODY, None, None),
 ]  # fmt: skip
 
 
@@ -112,12 +112,12 @@ TABLE = [
 def test_what_is_done(
     ending: Ending,
     progress: dict[str, Any],
-    step: Step,
+    step: RecoveryStep,
     blame: Blame,
     failed: bool | None,
     error: type[RequestError] | None,
 ) -> None:
-    action = decide(ending, Progress(**progress))
+    action = decide(ending, AttemptProgress(**progress))
     assert (action.step, action.blame, action.failed, type(action.error)) == (step, blame, failed, error or type(None))
 
 
@@ -128,10 +128,10 @@ def test_every_ending_is_in_both_tables() -> None:
 
 
 JOURNALS = st.none() | st.builds(
-    Journal, kept=st.booleans(), stalls=st.integers(0, 9), deaths=st.integers(0, 19), late=st.booleans()
+    JournalState, kept=st.booleans(), stalls=st.integers(0, 9), deaths=st.integers(0, 19), late=st.booleans()
 )
 PROGRESS = st.builds(
-    Progress,
+    AttemptProgress,
     attempts=st.integers(1, 9),
     resets=st.integers(0, 4),
     untouched=st.booleans(),
@@ -148,33 +148,33 @@ PROGRESS = st.builds(
 
 
 @given(ending=st.sampled_from(Ending), progress=PROGRESS)
-def test_a_client_is_never_left_without_an_end(ending: Ending, progress: Progress) -> None:
+def test_a_client_is_never_left_without_an_end(ending: Ending, progress: AttemptProgress) -> None:
     action = decide(ending, progress)
-    assert (action.step is Step.FAIL) == (action.error is not None)
+    assert (action.step is RecoveryStep.FAIL) == (action.error is not None)
     if progress.begun:  # what the client has seen of a stream cannot be taken back
-        assert action.step in (Step.MOVE, Step.FAIL, Step.WAIT)
+        assert action.step in (RecoveryStep.MOVE, RecoveryStep.FAIL, RecoveryStep.WAIT)
     else:
-        assert action.step is not Step.MOVE
+        assert action.step is not RecoveryStep.MOVE
         assert action.unmoved is None or ending is Ending.DECLINED
-    if action.step in (Step.PASS_ON, Step.DISPLACE, Step.WAIT):
+    if action.step in (RecoveryStep.PASS_ON, RecoveryStep.DISPLACE, RecoveryStep.WAIT):
         assert action.blame is Blame.NOBODY, "the answer tells, once its client gets it"
     if action.blame in (Blame.WORKER, Blame.SUSPECT):
         assert action.outcome is not None
 
 
 @given(ending=st.sampled_from(Ending), progress=PROGRESS)
-def test_a_request_that_kills_does_not_meet_every_worker(ending: Ending, progress: Progress) -> None:
+def test_a_request_that_kills_does_not_meet_every_worker(ending: Ending, progress: AttemptProgress) -> None:
     action = decide(ending, progress)
-    if action.step is Step.RETRY and action.kills:
+    if action.step is RecoveryStep.RETRY and action.kills:
         assert progress.resets + 1 < MAX_RESETS
-    if action.step is Step.MOVE:
+    if action.step is RecoveryStep.MOVE:
         assert progress.journal is not None
         assert progress.journal.stalls <= MAX_STALLS
         assert progress.journal.deaths <= MAX_DEATHS
 
 
 @given(ending=st.sampled_from(Ending), progress=PROGRESS)
-def test_what_is_not_asked_for_changes_nothing(ending: Ending, progress: Progress) -> None:
+def test_what_is_not_asked_for_changes_nothing(ending: Ending, progress: AttemptProgress) -> None:
     """To look for another worker costs a choice, and a part of the budget: it is done only where it counts."""
     asked = may_ask_another(ending, progress)
     alone = decide(ending, replace(progress, another=False))
@@ -194,22 +194,22 @@ def _told(action: Action) -> tuple[object, ...]:
     ("journal", "word"),
     [
         (None, "unkept"),
-        (Journal(kept=False), "memory"),
-        (Journal(stalls=MAX_STALLS + 1), "deaths"),
-        (Journal(stalls=1, deaths=MAX_DEATHS + 1), "deaths"),
-        (Journal(late=True), "time"),
-        (Journal(stalls=MAX_STALLS, deaths=MAX_DEATHS), None),
+        (JournalState(kept=False), "memory"),
+        (JournalState(stalls=MAX_STALLS + 1), "deaths"),
+        (JournalState(stalls=1, deaths=MAX_DEATHS + 1), "deaths"),
+        (JournalState(late=True), "time"),
+        (JournalState(stalls=MAX_STALLS, deaths=MAX_DEATHS), None),
     ],
 )
-def test_why_a_stream_cannot_move(journal: Journal | None, word: str | None) -> None:
-    action = decide(Ending.RESET, Progress(begun=True, untouched=False, journal=journal, detail="it is gone"))
+def test_why_a_stream_cannot_move(journal: JournalState | None, word: str | None) -> None:
+    action = decide(Ending.RESET, AttemptProgress(begun=True, untouched=False, journal=journal, detail="it is gone"))
     assert action.unmoved == word
     assert action.error is None or str(action.error) == "the answer broke off: it is gone"
 
 
 @pytest.mark.parametrize("ending", [ending for ending, policy in POLICIES.items() if policy.outcome is not None])
 def test_what_it_means_for_the_time_that_a_request_waits(ending: Ending) -> None:
-    patience = decide(ending, Progress(another=True)).patience
+    patience = decide(ending, AttemptProgress(another=True)).patience
     if ending in (Ending.REFUSED, Ending.UNAUTHORIZED):
         assert patience is Patience.RUNS
     else:
@@ -222,7 +222,7 @@ def test_what_it_means_for_the_time_that_a_request_waits(ending: Ending) -> None
     ids=["nothing", "head"],
 )
 def test_a_timeout_says_what_was_waited_for(status: int | None, begins: str) -> None:
-    action = decide(Ending.SILENT, Progress(status=status, detail="it is silent"))
+    action = decide(Ending.SILENT, AttemptProgress(status=status, detail="it is silent"))
     assert str(action.error).startswith(begins)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED, USAGE
 from tandem_api.launch import TracingConfig
-from tandem_gateway.exchange.recovery import MAX_DEATHS, MAX_STALLS, POLICIES, Ending, Progress, decide
+from tandem_gateway.exchange.recovery import MAX_DEATHS, MAX_STALLS, POLICIES, AttemptProgress, Ending, decide
 from tandem_gateway.exchange.resume import SECONDS, Continuation, may_keep
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.journal import JournaledStream
@@ -140,7 +140,7 @@ def fail(moving: Continuation, ending: Ending, now: float) -> str | None:
     policy = POLICIES[ending]
     assert policy.outcome is not None
     journal = moving.note_failure(policy.outcome.value, now, fatal=policy.fatal)
-    return decide(ending, Progress(begun=True, journal=journal)).unmoved
+    return decide(ending, AttemptProgress(begun=True, journal=journal)).unmoved
 
 
 def begun() -> Continuation:

@@ -17,11 +17,11 @@ from tandem_gateway.exchange.dispatching import answer_seconds, dispatch, leave_
 from tandem_gateway.exchange.recovery import (
     POLICIES,
     Action,
+    AttemptProgress,
     Blame,
     Ending,
     Patience,
-    Progress,
-    Step,
+    RecoveryStep,
     decide,
     may_ask_another,
     may_displace,
@@ -43,7 +43,7 @@ def end_attempt(x: ExchangeState, ending: Ending, detail: str, status: int | Non
         progress = replace(progress, outnumbered=rival is not None)
     action = decide(ending, progress)
     step = action.step
-    if step is Step.PASS_ON:
+    if step is RecoveryStep.PASS_ON:
         return False
     drop_call(x)
     if action.failed is not None:
@@ -56,14 +56,14 @@ def end_attempt(x: ExchangeState, ending: Ending, detail: str, status: int | Non
     blame(x, action)
     if action.unmoved is not None:
         x.context.metrics.failed_resumes[action.unmoved] += 1
-    if step is Step.FAIL:
+    if step is RecoveryStep.FAIL:
         assert action.error is not None
         fail(x, action.error)
         return True
     release(x)
-    if step is Step.RETRY:
+    if step is RecoveryStep.RETRY:
         retry(x, action)
-    elif step is Step.MOVE:
+    elif step is RecoveryStep.MOVE:
         move(x, action, detail)
     elif rival is not None:
         displace(x, rival)
@@ -72,7 +72,7 @@ def end_attempt(x: ExchangeState, ending: Ending, detail: str, status: int | Non
     return True
 
 
-def find_progress(x: ExchangeState, ending: Ending, detail: str, status: int | None) -> Progress:
+def find_progress(x: ExchangeState, ending: Ending, detail: str, status: int | None) -> AttemptProgress:
     """How far this request has come, of what can be told without looking for another worker."""
     now, policy, continuation = x.loop.time(), POLICIES[ending], x.continuation
     if ending is Ending.LOCAL:
@@ -81,7 +81,7 @@ def find_progress(x: ExchangeState, ending: Ending, detail: str, status: int | N
     if continuation is not None and x.begun and policy.outcome is not None:
         journal = continuation.note_failure(policy.outcome.value, now, fatal=policy.fatal)
     call = x.call
-    return Progress(
+    return AttemptProgress(
         attempts=x.attempts,
         resets=x.resets + (call is not None and call.resent),
         untouched=x.phase == SENT,

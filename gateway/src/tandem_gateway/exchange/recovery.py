@@ -72,7 +72,7 @@ class Blame(Enum):
     """A timeout: its weight hangs on what others have heard of the worker meanwhile."""
 
 
-class Tally(Enum):
+class TrafficTally(Enum):
     """What the attempt counts as among those that the worker has ended."""
 
     NOTHING = auto()
@@ -95,7 +95,7 @@ class Patience(Enum):
     """This worker had begun with it: should nobody be there, the wait begins anew."""
 
 
-class Step(Enum):
+class RecoveryStep(Enum):
     """What is done with the request."""
 
     PASS_ON = auto()
@@ -113,13 +113,13 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class EndingPolicy:
     """What an ending says about the worker, and what it means for the request."""
 
     outcome: Outcome | None
     """What it says about the worker. Its value is the reason in metrics, spans and logs; None: the ending's own."""
     blame: Blame
-    tally: Tally
+    tally: TrafficTally
     patience: Patience = Patience.ANEW
     kills: bool = False
     """The worker may have died of the request."""
@@ -129,23 +129,23 @@ class Policy:
     """Another worker is asked only while one is free and the budget of retries allows: else it stays with this end."""
 
 
-_WORKER, _FAILED, _NOBODY = Blame.WORKER, Tally.FAILED, Blame.NOBODY
+_WORKER, _FAILED, _NOBODY = Blame.WORKER, TrafficTally.FAILED, Blame.NOBODY
 POLICIES = {
-    Ending.REFUSED: Policy(Outcome.REFUSED, _WORKER, _FAILED, Patience.RUNS),
-    Ending.UNAUTHORIZED: Policy(Outcome.UNAUTHORIZED, _WORKER, _FAILED, Patience.RUNS),
-    Ending.DRAINING: Policy(Outcome.DRAINING, _WORKER, Tally.NOTHING, Patience.LASTS),
-    Ending.HANDED_ON: Policy(Outcome.DRAINING, _WORKER, Tally.NOTHING, Patience.LASTS),
-    Ending.RESET: Policy(Outcome.RESET, Blame.SUSPECT, _FAILED, kills=True, fatal=True),
-    Ending.HELD_BACK: Policy(Outcome.RESET, _NOBODY, Tally.NOTHING, kills=True, fatal=True),
-    Ending.STALE: Policy(Outcome.RESET, _NOBODY, Tally.NOTHING, kills=True, fatal=True),
-    Ending.UNHELPED: Policy(Outcome.RESET, _NOBODY, Tally.NOTHING, kills=True, fatal=True),
-    Ending.SILENT: Policy(Outcome.TIMEOUT, Blame.SILENCE, _FAILED, kills=True, fatal=True, stands=True),
-    Ending.BUSY: Policy(Outcome.BUSY, _WORKER, Tally.BY_STATUS, stands=True),
-    Ending.FULL: Policy(Outcome.BUSY, _WORKER, Tally.BY_STATUS, stands=True),
-    Ending.ERROR: Policy(Outcome.ERROR, Blame.SUSPECT, Tally.BY_STATUS, fatal=True, stands=True),
-    Ending.DECLINED: Policy(None, _NOBODY, Tally.SERVED),
-    Ending.ENDLESS: Policy(None, _NOBODY, _FAILED),
-    Ending.LOCAL: Policy(None, _NOBODY, Tally.NOTHING),
+    Ending.REFUSED: EndingPolicy(Outcome.REFUSED, _WORKER, _FAILED, Patience.RUNS),
+    Ending.UNAUTHORIZED: EndingPolicy(Outcome.UNAUTHORIZED, _WORKER, _FAILED, Patience.RUNS),
+    Ending.DRAINING: EndingPolicy(Outcome.DRAINING, _WORKER, TrafficTally.NOTHING, Patience.LASTS),
+    Ending.HANDED_ON: EndingPolicy(Outcome.DRAINING, _WORKER, TrafficTally.NOTHING, Patience.LASTS),
+    Ending.RESET: EndingPolicy(Outcome.RESET, Blame.SUSPECT, _FAILED, kills=True, fatal=True),
+    Ending.HELD_BACK: EndingPolicy(Outcome.RESET, _NOBODY, TrafficTally.NOTHING, kills=True, fatal=True),
+    Ending.STALE: EndingPolicy(Outcome.RESET, _NOBODY, TrafficTally.NOTHING, kills=True, fatal=True),
+    Ending.UNHELPED: EndingPolicy(Outcome.RESET, _NOBODY, TrafficTally.NOTHING, kills=True, fatal=True),
+    Ending.SILENT: EndingPolicy(Outcome.TIMEOUT, Blame.SILENCE, _FAILED, kills=True, fatal=True, stands=True),
+    Ending.BUSY: EndingPolicy(Outcome.BUSY, _WORKER, TrafficTally.BY_STATUS, stands=True),
+    Ending.FULL: EndingPolicy(Outcome.BUSY, _WORKER, TrafficTally.BY_STATUS, stands=True),
+    Ending.ERROR: EndingPolicy(Outcome.ERROR, Blame.SUSPECT, TrafficTally.BY_STATUS, fatal=True, stands=True),
+    Ending.DECLINED: EndingPolicy(None, _NOBODY, TrafficTally.SERVED),
+    Ending.ENDLESS: EndingPolicy(None, _NOBODY, _FAILED),
+    Ending.LOCAL: EndingPolicy(None, _NOBODY, TrafficTally.NOTHING),
 }
 _OF_FAILURE = {
     Failure.CONNECT: Ending.REFUSED,
@@ -165,7 +165,7 @@ _OF_OUTCOME = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Journal:
+class JournalState:
     """What is kept of a stream that has begun, and how it has fared, this attempt included."""
 
     kept: bool = True
@@ -178,7 +178,7 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class AttemptProgress:
     """How far a request has come when an attempt ends."""
 
     attempts: int = 1
@@ -191,7 +191,7 @@ class Progress:
     """The client sees a stream."""
     streams: bool = True
     """It asked for one."""
-    journal: Journal | None = None
+    journal: JournalState | None = None
     """None: the stream cannot go on elsewhere, whatever happens."""
     status: int | None = None
     """What the worker has answered; None: nothing."""
@@ -211,7 +211,7 @@ class Progress:
 class Action:
     """What is to be done: first the books about the worker, then the step."""
 
-    step: Step
+    step: RecoveryStep
     reason: str
     """In one word, for metrics, spans and logs."""
     blame: Blame = Blame.NOBODY
@@ -238,8 +238,8 @@ def name_answer(outcome: Outcome, *, full: bool) -> Ending:
     return Ending.FULL if full and ending is Ending.BUSY else ending
 
 
-def may_ask_another(ending: Ending, progress: Progress) -> bool:
-    """Whether `decide` goes by `Progress.another`. To find that out costs a choice, and spends of the budget."""
+def may_ask_another(ending: Ending, progress: AttemptProgress) -> bool:
+    """Whether `decide` goes by `AttemptProgress.another`. To find that out costs a choice, and spends of the budget."""
     if not POLICIES[ending].stands or progress.begun:
         return False
     if ending is Ending.SILENT and not progress.streams:
@@ -247,20 +247,20 @@ def may_ask_another(ending: Ending, progress: Progress) -> bool:
     return progress.untouched and progress.attempts < MAX_ATTEMPTS
 
 
-def may_displace(ending: Ending, progress: Progress) -> bool:
-    """Whether `decide` goes by `Progress.outnumbered`."""
+def may_displace(ending: Ending, progress: AttemptProgress) -> bool:
+    """Whether `decide` goes by `AttemptProgress.outnumbered`."""
     return ending is Ending.FULL and progress.untouched and not progress.begun and not progress.another
 
 
-def decide(ending: Ending, progress: Progress) -> Action:
+def decide(ending: Ending, progress: AttemptProgress) -> Action:
     """What is done after an attempt has ended so."""
     policy = POLICIES[ending]
     if ending is Ending.LOCAL:
         return _starve(progress)
     if policy.stands and not progress.begun and not progress.another and ending is not Ending.SILENT:
         if may_displace(ending, progress) and progress.outnumbered:
-            return Action(Step.DISPLACE, Outcome.BUSY.value, failed=False)
-        return Action(Step.PASS_ON, Outcome.ANSWERED.value)
+            return Action(RecoveryStep.DISPLACE, Outcome.BUSY.value, failed=False)
+        return Action(RecoveryStep.PASS_ON, Outcome.ANSWERED.value)
     step, error, unmoved = _find_step(ending, policy, progress)
     blame = policy.blame
     if blame is Blame.SUSPECT and progress.begun:
@@ -278,49 +278,51 @@ def decide(ending: Ending, progress: Progress) -> Action:
     )
 
 
-def _count(tally: Tally, status: int | None) -> bool | None:
-    if tally is Tally.BY_STATUS:
+def _count(tally: TrafficTally, status: int | None) -> bool | None:
+    if tally is TrafficTally.BY_STATUS:
         return status is not None and status >= 500
-    return None if tally is Tally.NOTHING else tally is Tally.FAILED
+    return None if tally is TrafficTally.NOTHING else tally is TrafficTally.FAILED
 
 
-def _starve(progress: Progress) -> Action:
+def _starve(progress: AttemptProgress) -> Action:
     if not progress.starved:
-        return Action(Step.WAIT, Ending.LOCAL.value)
+        return Action(RecoveryStep.WAIT, Ending.LOCAL.value)
     error = GatewayFull(f"the gateway cannot connect to a worker: {progress.detail}; try again shortly")
-    return Action(Step.FAIL, Ending.LOCAL.value, error=error)
+    return Action(RecoveryStep.FAIL, Ending.LOCAL.value, error=error)
 
 
-def _find_step(ending: Ending, policy: Policy, progress: Progress) -> tuple[Step, RequestError | None, str | None]:
+def _find_step(
+    ending: Ending, policy: EndingPolicy, progress: AttemptProgress
+) -> tuple[RecoveryStep, RequestError | None, str | None]:
     """What to do with the request, what its client is told, and why its stream cannot move."""
     detail = progress.detail
     if ending is Ending.ENDLESS:
-        return Step.FAIL, UpstreamFailed("the worker sent an event without end"), None
+        return RecoveryStep.FAIL, UpstreamFailed("the worker sent an event without end"), None
     if ending is Ending.DECLINED:
         text = f"the answer broke off, and no other worker could go on with it ({progress.status})"
-        return Step.FAIL, UpstreamFailed(text), "refused"
+        return RecoveryStep.FAIL, UpstreamFailed(text), "refused"
     if ending is Ending.SILENT and not (progress.streams if progress.begun else progress.another):
         begins = "the worker did not begin its answer in time"
-        return Step.FAIL, UpstreamTimeout(begins if progress.status is None else detail), None
+        return RecoveryStep.FAIL, UpstreamTimeout(begins if progress.status is None else detail), None
     if progress.begun:
         problem = _find_problem(progress.journal)
         if problem is None:
-            return Step.MOVE, None, None
+            return RecoveryStep.MOVE, None, None
         error = UpstreamTimeout if ending is Ending.SILENT else UpstreamFailed
-        return Step.FAIL, error(f"the answer broke off: {detail}"), problem
+        return RecoveryStep.FAIL, error(f"the answer broke off: {detail}"), problem
     resets = progress.resets + policy.kills
     exhausted = progress.attempts >= MAX_ATTEMPTS or resets >= MAX_RESETS
     if policy.patience is Patience.RUNS:
         exhausted = exhausted and progress.waited
     if not exhausted:
-        return Step.RETRY, None, None
+        return RecoveryStep.RETRY, None, None
     if not resets:
-        return Step.FAIL, NoEndpoint(f"no worker is available: {detail}; try again shortly"), None
+        return RecoveryStep.FAIL, NoEndpoint(f"no worker is available: {detail}; try again shortly"), None
     text = f"no worker could answer after {progress.attempts} attempts; the last said: {detail}"
-    return Step.FAIL, UpstreamFailed(text), None
+    return RecoveryStep.FAIL, UpstreamFailed(text), None
 
 
-def _find_problem(journal: Journal | None) -> str | None:
+def _find_problem(journal: JournalState | None) -> str | None:
     """Why a stream cannot move, in one word; None: it can."""
     if journal is None:
         return "unkept"

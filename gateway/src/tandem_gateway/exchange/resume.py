@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tandem_api.journal import MAX_JOURNAL_BYTES
 
-from tandem_gateway.exchange.recovery import Journal
+from tandem_gateway.exchange.recovery import JournalState
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.journal import JournaledStream
 
@@ -53,12 +53,12 @@ class Continuation:
     def held_bytes(self) -> int:
         return len(self.stream.journal)
 
-    def note_failure(self, reason: str, now: float, *, fatal: bool) -> Journal:
+    def note_failure(self, reason: str, now: float, *, fatal: bool) -> JournalState:
         """Its worker has failed it. Returns how it stands: the time for a move begins with the first failure after an
         event."""
         stream = self.stream
         if not stream.keeps:
-            return Journal(kept=False)
+            return JournalState(kept=False)
         if stream.events != self._events_seen or not self.reason:
             self._events_seen = stream.events
             self._stalls = 0
@@ -66,7 +66,7 @@ class Continuation:
             self.reason = reason
         self._stalls += fatal
         self._deaths += fatal
-        return Journal(stalls=self._stalls, deaths=self._deaths, late=now >= self.deadline)
+        return JournalState(stalls=self._stalls, deaths=self._deaths, late=now >= self.deadline)
 
     def end_move(self) -> str:
         """Another worker goes on. Returns why it had to."""

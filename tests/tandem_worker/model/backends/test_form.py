@@ -6,7 +6,7 @@ import pytest
 from tandem_api.launch import ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.backends.form import CPU_RATIOS, Choice, Rows, choose_form, rows_of
+from tandem_worker.model.backends.form import CPU_RATIOS, FormChoice, Rows, choose_form, rows_of
 
 RATIOS = {1: 1.2, 4: 1.1, 8: 1.0, 32: 1.05, 128: 0.97, 512: 1.01}
 
@@ -32,7 +32,7 @@ def test_the_reason_names_what_decided() -> None:
     assert "at least 1.00 times as fast" in choose_form("Auto", Rows(1, 8), None, RATIOS).why
     assert "at 128 rows" in choose_form("Auto", Rows(1, 64), None, RATIOS).why
     assert "not been measured" in choose_form("Auto", Rows(1, 8), None, {}).why
-    assert choose_form("Auto", Rows(1, 8), "No VBMI.", RATIOS) == Choice("plain", "No VBMI")
+    assert choose_form("Auto", Rows(1, 8), "No VBMI.", RATIOS) == FormChoice("plain", "No VBMI")
 
 
 @pytest.mark.parametrize("ratios", [{}, RATIOS, {1: 0.5}])

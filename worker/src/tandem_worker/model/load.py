@@ -14,7 +14,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import Backend, BackendName
-from tandem_worker.model.backends.form import Choice, Rows, choose_form
+from tandem_worker.model.backends.form import FormChoice, Rows, choose_form
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.bare import BareSource
 from tandem_worker.model.checkpoint.contract import WeightSource
@@ -124,7 +124,7 @@ def _load(
     return model
 
 
-def choose_weights(backend: Backend, dtype: torch.dtype, weights: WeightsForm, rows: Rows = ANY_ROWS) -> Choice:
+def choose_weights(backend: Backend, dtype: torch.dtype, weights: WeightsForm, rows: Rows = ANY_ROWS) -> FormChoice:
     """Which form a model's matrices get for products of so many rows, and why.
 
     Raises StartupError where `Lossless` is asked for and cannot be had.

@@ -43,13 +43,13 @@ def rows_of(config: WorkerConfig) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormChoice:
     form: Literal["plain", "lossless"]
     why: str
     """As a part of a sentence."""
 
 
-def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Mapping[int, float]) -> Choice:
+def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Mapping[int, float]) -> FormChoice:
     """The form that `asked` means for products of so many `rows`, where `obstacle` says why 12 bits cannot be had.
 
     `ratios` are those of the backend. Raises StartupError WeightsFormUnsupported where `Lossless` cannot be had.
@@ -61,19 +61,19 @@ def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Ma
                 f"Weights cannot be kept in 12 bits here, as engine.weights: Lossless asks: {obstacle} "
                 "Choose engine.weights: Auto or Plain.",
             )
-        return Choice("lossless", "as engine.weights says")
+        return FormChoice("lossless", "as engine.weights says")
     if asked == "Plain":
-        return Choice("plain", "as engine.weights says")
+        return FormChoice("plain", "as engine.weights says")
     if obstacle is not None:
-        return Choice("plain", obstacle.removesuffix("."))
+        return FormChoice("plain", obstacle.removesuffix("."))
     measured = _around(rows, ratios)
     if not measured:
-        return Choice("plain", "12 bits have not been measured at its batch sizes")
+        return FormChoice("plain", "12 bits have not been measured at its batch sizes")
     slowest = min(measured, key=lambda size: measured[size])
     told = f"at {rows.fewest} to {rows.most} rows 12 bits were measured at least {measured[slowest]:.2f} times as fast"
     if measured[slowest] < _NOT_SLOWER:
-        return Choice("plain", f"{told}, at {slowest} rows")
-    return Choice("lossless", told)
+        return FormChoice("plain", f"{told}, at {slowest} rows")
+    return FormChoice("lossless", told)
 
 
 def _around(rows: Rows, ratios: Mapping[int, float]) -> dict[int, float]:
