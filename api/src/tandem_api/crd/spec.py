@@ -10,7 +10,6 @@ from tandem_api.base import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
-    LANE_AXES,
     RESTS,
     SAYS_QUEUE,
     SHORTEST_TTL,
@@ -62,10 +61,6 @@ _LONE_STANDBY = (
 _LONE_DISK = (
     "needs workers of one rank, because the ranks of a group keep no blocks on disks yet: leave disk out, or leave"
     " parallelism at 1"
-)
-_LONE_HEAD = (
-    "needs workers whose ranks compute one batch, because expert and data ranks compute no heads yet: leave draft out,"
-    " or leave expert and data parallelism at 1"
 )
 _LONE_STORE = (
     "needs workers of one rank, because the ranks of a group share no blocks through a store yet: leave store out, or"
@@ -149,12 +144,6 @@ class InferenceModelSpec(Authored):
                     path=".kv.disk",
                 ),
                 rule(
-                    "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
-                    f" || {is_lone('decode', LANE_AXES)} && {is_lone('prefill', LANE_AXES)}",
-                    _LONE_HEAD,
-                    path=".engine.speculative.draft",
-                ),
-                rule(
                     f"!has(self.kv) || !has(self.kv.store) || {is_lone('decode')} && {is_lone('prefill')}",
                     _LONE_STORE,
                     path=".kv.store",
@@ -227,13 +216,6 @@ class InferenceModelSpec(Authored):
             raise ValueError(f"kv.disk {_LONE_DISK}")
         if self.kv.store is not None and any(role.parallelism.for_launch().num_ranks > 1 for role in self.workers):
             raise ValueError(f"kv.store {_LONE_STORE}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_draft(self) -> InferenceModelSpec:
-        draft = self.engine.speculative.draft
-        if draft is not None and any(role.parallelism.expert * role.parallelism.data > 1 for role in self.workers):
-            raise ValueError(f"engine.speculative.draft {_LONE_HEAD}")
         return self
 
     @model_validator(mode="after")

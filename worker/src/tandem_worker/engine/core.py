@@ -59,12 +59,12 @@ class EngineCore:
         target_step_seconds: float | None,
         runs_ahead: bool = False,
         speculators: Sequence[Speculator] = (),
-        drafting: Drafting | None = None,
+        draftings: Sequence[Drafting] = (),
         vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor, which has no `drafting` then. `speculators`: one
-        of each lane, or none. `clock` is the schedulers'."""
+        """One scheduler, or one for each lane of a group's executor. `speculators`, `draftings`: one of each lane, or
+        none. `clock` is the schedulers'."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
@@ -84,7 +84,9 @@ class EngineCore:
                 speculator=speculator,
                 drafting=drafting,
             )
-            for scheduler, speculator in zip(schedulers, speculators or [None] * len(schedulers), strict=True)
+            for scheduler, speculator, drafting in zip(
+                schedulers, speculators or [None] * len(schedulers), draftings or [None] * len(schedulers), strict=True
+            )
         ]
         self._runner = _join_lanes(lanes, executor)
         self._turns = EngineTurns(

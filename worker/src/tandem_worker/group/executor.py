@@ -194,14 +194,13 @@ class GroupExecutor(RankExecutor):
             self.leader.blame(Loss(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
             raise GroupLostError(self.leader.cause) from error
 
-    def build_head_ranks(self) -> HeadRanks:
-        """All ranks compute it."""
+    def build_head_ranks(self, lane: int) -> HeadRanks:
+        """All ranks of the lane compute it."""
         from tandem_worker.engine.drafting import HeadHere
         from tandem_worker.group.heads import GroupHead
 
-        speaker = self._shape.speaker(0)
-        world = self._context.world if speaker else None
-        return GroupHead(HeadHere(self.model, self.kv_cache), self.leader, world, speaker)
+        own = HeadHere(self.model, self.kv_cache)
+        return GroupHead(own, self.leader, self._context, self._shape, lane)
 
     def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:
         """A lane's logits, from its speaker; `own` are this rank's."""
