@@ -24,7 +24,7 @@ from tandem_worker.model.draft.drafted import DraftedLM
 
 
 class HeadRanks(Protocol):
-    """Where a head is computed: here, or on all ranks of a group, which are told of it in its place among the steps."""
+    """The place where a head is computed: here, or on all ranks of a group, which are told of it between the steps."""
 
     def begin(self, starts: Rows[ChainStart], depth: int) -> None:
         """Begin chains of up to `depth` guesses; earlier ones end here."""
@@ -58,7 +58,7 @@ class HeadHere:
             self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
 
     def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
-        """Of a stage that has no head none, `[0, draft_vocab_size]`."""
+        """None of a stage that has no head, `[0, draft_vocab_size]`."""
         if self._model.head is None:
             return torch.empty(0, self.num_guessed)
         assert self._chains is not None, "chains are begun first"
@@ -109,7 +109,7 @@ class GuessedChains:
         self._tokens = tokens
         self._draws = [place.draw for place in places]
         self._positions = [place.position + 1 for place in places]
-        """Of each chain's next guess."""
+        """Positions of the chains' next guesses."""
         self._said: list[int] = []
 
     def advance(self, active: Rows[int]) -> tuple[list[int], list[float]]:

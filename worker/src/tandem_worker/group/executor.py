@@ -120,7 +120,7 @@ class RankExecutor(ModelExecutor):
 
     @property
     def speaks_to(self) -> Collective | None:
-        """Where this rank sends its lane's logits to rank 0; None: it is not the one that does, or is rank 0."""
+        """The way on which this rank sends its lane's logits to rank 0; None: another rank does, or it is rank 0."""
         world = self._context.world
         assert world is not None
         speaks = world.rank and world.rank == self._shape.speaker(self._shape.lane(world.rank))

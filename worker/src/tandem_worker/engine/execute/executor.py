@@ -189,7 +189,7 @@ class ModelExecutor:
         return self._copier.start(tokens)
 
     def build_head_ranks(self, lane: int) -> HeadRanks:
-        """Where the draft head that the model has is computed for a lane; a single process has one."""
+        """The place where the draft head of a lane is computed; a single process has one lane."""
         from tandem_worker.engine.drafting import HeadHere
 
         assert lane == 0
