@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,9 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> Seen:
     With `answers`, by prompt and choice, others are checked in their place: right ones, of which every third ends with
     a wrong token.
     """
-    speculator = rig.engine._runner.lanes[0].speculator
-    assert speculator is not None
     seen = Seen()
-    propose = speculator._guesser.propose
 
-    def watching(sequences: Any, most: Any, plan: Any) -> Any:
+    def watching(propose: Any, sequences: Any, most: Any, plan: Any) -> Any:
         found = propose(sequences, most, plan)
         for sequence, guess in found.items():
             text = (*sequence.prompt, *sequence.output)
@@ -78,7 +76,10 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> Seen:
                 found[sequence] = Guess(tuple(tokens), Source.HEAD, (0.9,) * len(tokens))
         return found
 
-    speculator._guesser.propose = watching  # pyright: ignore[reportAttributeAccessIssue]
+    for lane in rig.engine._runner.lanes:
+        assert lane.speculator is not None
+        guesser: Any = lane.speculator._guesser
+        guesser.propose = partial(watching, guesser.propose)
     return seen
 
 

@@ -55,6 +55,8 @@ def drafted(rig: Any) -> tuple[int, int]:
     [
         pytest.param("eagle", {"tensor": 2}, id="TP2"),
         pytest.param("eagle", {"pipeline": 2}, id="PP2"),
+        pytest.param("eagle", {"data": 2}, id="DP2", marks=pytest.mark.full),
+        pytest.param("eagle", {"data": 2, "pipeline": 2}, id="DP2xPP2", marks=pytest.mark.full),
         pytest.param("3.1", {"tensor": 2}, id="TP2, 3.1", marks=pytest.mark.full),
         pytest.param("3.1", {"pipeline": 3}, id="PP3, 3.1", marks=pytest.mark.full),
         pytest.param("eagle", {"tensor": 2, "pipeline": 2}, id="TP2xPP2", marks=pytest.mark.full),
@@ -74,11 +76,12 @@ def test_ranks_guess_what_one_process_guesses(
         assert answer(group) == expected
         rates.append(drafted(group))
     assert min(rate[0] for rate in rates) > 200
-    (one, other) = (accepted / asked for asked, accepted in rates)
-    assert abs(one - other) < 0.01
     greedy = Seen()
     greedy.update({text: guess for text, guess in seen.items() if text not in seen.draws})
-    assert greedy.keys() == {text for text in alone if text not in alone.draws}
+    if "data" not in parallelism:  # there two lanes have twice the room for guesses
+        (one, other) = (accepted / asked for asked, accepted in rates)
+        assert abs(one - other) < 0.01
+        assert greedy.keys() == {text for text in alone if text not in alone.draws}
     check(greedy, Reference(folders.target, SPECS[kind], folders.tensors[kind]))
     assert kind != "eagle" or rates[1][1] > 3
 

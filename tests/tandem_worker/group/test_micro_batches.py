@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
 from tandem_worker.engine.schedule.host_cache import Moves
-from tandem_worker.group.control.wire import decode_moves, decode_step, encode_moves, encode_step
+from tandem_worker.group.control.wire import (
+    HeadCall,
+    decode_head_order,
+    decode_moves,
+    decode_step,
+    encode_head_order,
+    encode_moves,
+    encode_step,
+)
 from tandem_worker.group.micro_batches import count_micro_batches, split_step
 
 BLOCK = 4
@@ -94,3 +102,21 @@ def test_what_are_no_copies_is_refused(numbers: list[int]) -> None:
 @pytest.mark.parametrize(("tokens", "stages", "count"), [(2048, 1, 1), (16, 4, 1), (200, 2, 3), (2048, 2, 4)])
 def test_small_steps_stay_whole(tokens: int, stages: int, count: int) -> None:
     assert count_micro_batches(tokens, stages) == count
+
+
+@given(
+    call=st.sampled_from(HeadCall),
+    lists=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=5),
+)
+def test_an_order_about_a_head_survives_the_wire(call: HeadCall, lists: list[list[int]]) -> None:
+    assert decode_head_order(encode_head_order(call, *lists)) == (call, tuple(lists))
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12))
+def test_what_is_no_order_about_a_head_is_refused(numbers: list[int]) -> None:
+    data = np.array(numbers, dtype=np.int32).tobytes()
+    try:
+        order = decode_head_order(data)
+    except ValueError:
+        return
+    assert encode_head_order(order.call, *order.lists) == data

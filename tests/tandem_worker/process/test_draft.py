@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tandem_api.launch import ModelSource, WorkerConfig
+import torch
+from tandem_api.launch import ModelSource, SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.host.errors import StartupError
-from tandem_worker.process.build import _fetch_draft
+from tandem_worker.model.sources.resolve import resolve_draft
+from transformers import AutoModelForCausalLM
 
+from tests.tandem_worker.engine.test_head_native import copycat
 from tests.tandem_worker.model.draft.heads import HeadSpec, draw_tensors, save_head
 from tests.tandem_worker.process.test_disaggregated import oracle, prompt_of
 
@@ -29,7 +33,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Two of them, whose layers have one shape."""
     folder = tmp_path_factory.mktemp("heads")
     return SimpleNamespace(
-        one=save_head(folder / "one", SPEC), other=save_head(folder / "other", SPEC, draw_tensors(SPEC, seed=6))
+        one=save_head(folder / "one", SPEC),
+        other=save_head(folder / "other", SPEC, draw_tensors(SPEC, seed=6)),
     )
 
 
@@ -88,6 +93,68 @@ def test_a_head_that_cannot_be_fetched_names_its_own_fields(monkeypatch: pytest.
 
     monkeypatch.setattr("tandem_worker.model.sources.resolve.resolve_model", refuse)
     head = ModelSource(uri="hf://org/head")
-    config = WorkerConfig(model_name="m", served_name="m", role=Role.UNIFIED, revision="r", model=head)
+    asked = SpeculativeConfig(method="Draft", draft=head)
+    config = WorkerConfig(
+        model_name="m", served_name="m", role=Role.UNIFIED, revision="r", model=head, speculative=asked
+    )
     with pytest.raises(StartupError, match=r"The draft head .* denies own\. Check spec\.engine\.speculative\.draft\.s"):
-        _fetch_draft(head, "own", config)
+        resolve_draft(config, "own")
+
+
+@pytest.fixture(scope="module")
+def repeating(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model that says a token again every other time, and a head that knows that."""
+    folder = tmp_path_factory.mktemp("repeating")
+    shutil.copytree(tiny_model, folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").copy_(model.get_parameter("model.embed_tokens.weight"))
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.04)
+    model.save_pretrained(folder / "model")
+    tensors = copycat(folder / "model", SPEC)
+    for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = 0.04 * tensors[name]
+    return SimpleNamespace(model=folder / "model", head=save_head(folder / "head", SPEC, tensors))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param({}, {}, id="one and one"),
+        pytest.param({"pipeline": 2}, {"tensor": 2}, id="PP2-TP2"),
+        pytest.param({"tensor": 2}, {"pipeline": 2}, id="TP2-PP2"),
+    ],
+)
+def test_after_remote_prefills_a_head_is_right_as_often(
+    workers: SimpleNamespace,
+    repeating: SimpleNamespace,
+    tmp_path: Path,
+    prefill: dict[str, int],
+    decode: dict[str, int],
+) -> None:
+    """What it keeps of prompts comes along, cut anew where groups are split in other ways."""
+    asked, model = speculative(repeating.head), repeating.model
+    split = [{"group": {"parallelism": shape}} if shape else {} for shape in (prefill, decode)]
+    with (
+        workers.run(tmp_path, "unified", model, speculative=asked) as single,
+        workers.run(tmp_path, "prefill", model, speculative=asked, **split[0]) as far,
+        workers.run(tmp_path, "decode", model, speculative=asked, **split[1]) as near,
+    ):
+        for worker in (single, far, near):
+            workers.await_ready(worker)
+        for number in range(10):
+            prompt, options = prompt_of(40 + 17 * number, seed=number), {"ignore_eos": True, "return_token_ids": True}
+            alone = single.complete(prompt, max_tokens=24, **options)
+            answer = near.complete(prompt, prefill=far.kv, max_tokens=24, **options)
+            assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+            assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
+        rates = [
+            worker.metric("tandem_worker_accepted_draft_tokens_total", source="head")
+            / worker.metric("tandem_worker_draft_tokens_total", source="head")
+            for worker in (single, near)
+        ]
+    assert 0.1 < rates[0] < 0.9
+    assert abs(rates[0] - rates[1]) <= 0.01

@@ -30,10 +30,8 @@ def fewest_gpus(role: str) -> str:
     return f"{fewest(role)} * {axes}"
 
 
-LANE_AXES = ("expert", "data")
-"""Their ranks compute batches of their own."""
 BATCH_RANKS = " && ".join(
-    f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in LANE_AXES
+    f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
 )
 
 
@@ -58,7 +56,6 @@ def holds_host_memory(role: str) -> str:
     )
 
 
-def is_lone(role: str, axes: tuple[str, ...] = AXES) -> str:
-    """CEL: a role, where it is there, has one rank along these axes."""
-    lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in axes)
+def is_lone(role: str) -> str:
+    lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in AXES)
     return f"(!has(self.prefill) || {lone})" if role == "prefill" else lone

@@ -11,7 +11,6 @@ from tandem_api.crd.authored import Authored
 from tandem_api.crd.engine import KV, Engine
 from tandem_api.crd.expressions import (
     BATCH_RANKS,
-    LANE_AXES,
     RESTS,
     SAYS_QUEUE,
     SHORTEST_TTL,
@@ -70,10 +69,6 @@ _HOST_ON_CPU = (
 _HOST_BEYOND_LIMIT = (
     "must be less than the memory limit of each worker role, for every rank of a pod: lower it, or raise"
     " resources.limits.memory"
-)
-_LONE_HEAD = (
-    "needs workers whose ranks compute one batch, because expert and data ranks compute no heads yet: leave draft out,"
-    " or leave expert and data parallelism at 1"
 )
 _LONE_STORE = (
     "needs workers of one rank, because the ranks of a group share no blocks through a store yet: leave store out, or"
@@ -168,12 +163,6 @@ class InferenceModelSpec(Authored):
                     f" || {holds_host_memory('decode')} && {holds_host_memory('prefill')}",
                     _HOST_BEYOND_LIMIT,
                     path=".kv.hostMemory",
-                ),
-                rule(
-                    "!has(self.engine) || !has(self.engine.speculative) || !has(self.engine.speculative.draft)"
-                    f" || {is_lone('decode', LANE_AXES)} && {is_lone('prefill', LANE_AXES)}",
-                    _LONE_HEAD,
-                    path=".engine.speculative.draft",
                 ),
                 rule(
                     f"!has(self.kv) || !has(self.kv.store) || {is_lone('decode')} && {is_lone('prefill')}",

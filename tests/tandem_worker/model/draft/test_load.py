@@ -13,6 +13,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.draft.load import check_draft, load_draft
 from tandem_worker.model.load import load_model, open_checkpoint
+from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.transfer.layout import KVLayout
 
 from tests.tandem_worker.model.draft.heads import HeadSpec, draw_tensors, head_config, save_head, save_target
@@ -152,3 +153,45 @@ def test_blocks_with_a_head_are_other_blocks(model: CausalLM, tmp_path: Path) ->
         "v1/float32/16/8x(2,h2,16,16)+1x(64)",
         "v1/float32/16/8x(2,h2,16,16)+1x(96)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("context", "spec", "reason", "message"),
+    [
+        (
+            ParallelContext(tp_rank=1, tp_size=4),
+            HeadSpec(settings={"num_attention_heads": 2, "head_dim": 32}),
+            "ParallelismInvalid",
+            "2 attention heads with 2 KV heads cannot be split over 4",
+        ),
+        (
+            ParallelContext(tp_rank=1, tp_size=2),
+            HeadSpec(settings={"intermediate_size": 111}),
+            "ParallelismInvalid",
+            "intermediate_size",
+        ),
+        (ParallelContext(pp_rank=1, pp_size=2), HeadSpec(norm_before_fc=True), "DraftUnsupported", "norm_before_fc"),
+    ],
+    ids=["attention heads", "intermediate width", "one norm for all stages"],
+)
+def test_heads_that_a_group_cannot_share(
+    folder: Path, tmp_path: Path, context: ParallelContext, spec: HeadSpec, reason: str, message: str
+) -> None:
+    share = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, context=context)
+    with pytest.raises(StartupError, match=message) as refusal:
+        load_draft(save_head(tmp_path / "head", spec), share, folder)
+    assert refusal.value.reason == reason
+    assert str(refusal.value).startswith("The draft head")
+
+
+def test_a_head_in_stages_has_tensors_of_its_own_alone(folder: Path, tmp_path: Path) -> None:
+    """Columns of the other stages are theirs, but what nobody computes with is refused as ever."""
+    last = ParallelContext(pp_rank=1, pp_size=2)
+    share = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, context=last)
+    spec = HeadSpec(fc_norm=True)
+    drafted = load_draft(save_head(tmp_path / "head", spec), share, folder)
+    assert drafted.head is not None
+    assert KVLayout.of(drafted.kv_cache_spec(16)).fingerprint == "v1/float32/16/4x(2,h2,16,16)+1x(64)"
+    tensors = draw_tensors(spec) | {"midlayer.self_attn.q_norm.weight": torch.ones(16)}
+    with pytest.raises(StartupError, match=r"self_attn\.q_norm\.weight"):
+        load_draft(save_head(tmp_path / "more", spec, tensors), share, folder)

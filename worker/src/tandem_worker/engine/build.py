@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import WorkerConfig
@@ -25,6 +26,9 @@ from tandem_worker.engine.speculation import build_speculators
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM, allocate_kv_cache
+
+if TYPE_CHECKING:
+    from tandem_worker.engine.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +90,14 @@ def build_engine(
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
         executor.record_graphs(num_now=1)
-    drafting = None
+    draftings: list[Drafting] = []
     if config.speculative.head is not None:
         from tandem_worker.engine.drafting import Drafting
 
         assert not runs_ahead, "steps of a model with a draft head are finished before the next one is planned"
-        drafting = Drafting(model, kv_cache, executor.build_head_ranks())
+        draftings = [Drafting(model, kv_cache, executor.build_head_ranks(lane)) for lane in range(num_lanes)]
     speculators = build_speculators(
-        config.speculative, model, drafting, runs_ahead=runs_ahead, num_lanes=num_lanes, max_rows=max_rows
+        config.speculative, model, draftings, runs_ahead=runs_ahead, num_lanes=num_lanes, max_rows=max_rows
     )
     engine = EngineCore(
         schedulers=schedulers,
@@ -105,7 +109,7 @@ def build_engine(
         max_queued_requests=config.scheduler.max_queued_requests,
         runs_ahead=runs_ahead,
         speculators=speculators,
-        drafting=drafting,
+        draftings=draftings,
         vitals=vitals,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,

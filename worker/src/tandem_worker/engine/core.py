@@ -60,12 +60,12 @@ class EngineCore:
         target_step_seconds: float | None,
         runs_ahead: bool = False,
         speculators: Sequence[Speculator] = (),
-        drafting: Drafting | None = None,
+        draftings: Sequence[Drafting] = (),
         vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor, which has no `drafting` then. `speculators`: one
-        of each lane, or none. `clock` is the schedulers'."""
+        """One scheduler, or one for each lane of a group's executor. `speculators`, `draftings`: one of each lane, or
+        none. `clock` is the schedulers'."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor
@@ -73,6 +73,7 @@ class EngineCore:
         self._max_queued_requests = max_queued_requests
         self._clock = clock
         self._open = OpenRequests()
+        count = len(schedulers)
         lanes = [
             StepRunner(
                 scheduler,
@@ -86,8 +87,8 @@ class EngineCore:
                 drafting=drafting,
                 lane=lane,
             )
-            for lane, (scheduler, speculator) in enumerate(
-                zip(schedulers, speculators or [None] * len(schedulers), strict=True)
+            for lane, (scheduler, speculator, drafting) in enumerate(
+                zip(schedulers, speculators or [None] * count, draftings or [None] * count, strict=True)
             )
         ]
         self._runner = _join_lanes(lanes, executor)

@@ -67,7 +67,7 @@ class GuessedChains:
         self._tokens = tokens
         self._draws = [place.draw for place in places]
         self._positions = [place.position + 1 for place in places]
-        """Of each chain's next guess."""
+        """Positions of the chains' next guesses."""
         self._said: list[int] = []
 
     def advance(self, active: Rows[int]) -> tuple[list[int], list[float]]:

@@ -12,6 +12,8 @@ from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculato
 from tandem_worker.engine.sample.masks import is_quick
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Rows
+
     from tandem_api.launch import SpeculativeConfig
 
     from tandem_worker.engine.drafting import Drafting
@@ -25,14 +27,14 @@ logger = logging.getLogger(__name__)
 def build_speculators(
     config: SpeculativeConfig,
     model: CausalLM,
-    drafting: Drafting | None = None,
+    draftings: Rows[Drafting] = (),
     *,
     runs_ahead: bool,
     num_lanes: int,
     max_rows: int,
 ) -> list[Speculator]:
     """One for each lane, which has texts and a history of its own; none where there are no guesses, and the log says
-    why. `drafting`: where the model has a draft head, which lanes do not have."""
+    why. `draftings`: one for each lane, where the model has a draft head."""
     why = find_obstacle(config, model, runs_ahead=runs_ahead)
     if why is not None:
         level = logging.INFO if config.method in {"Auto", "Off"} else logging.WARNING
@@ -41,14 +43,14 @@ def build_speculators(
     logger.info(
         "speculation is on",
         extra={
-            "method": " and ".join(["Draft"] * (drafting is not None) + ["Lookup"] * (config.method != "Draft")),
+            "method": " and ".join(["Draft"] * bool(draftings) + ["Lookup"] * (config.method != "Draft")),
             "max_tokens": config.max_tokens,
             "adaptive": config.adaptive,
         }
         | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
     )
     config = config.model_copy(update={"history_bytes": config.history_bytes // num_lanes})
-    return [_build_speculator(config, drafting, max_rows) for _ in range(num_lanes)]
+    return [_build_speculator(config, drafting, max_rows) for drafting in draftings or [None] * num_lanes]
 
 
 def _build_speculator(config: SpeculativeConfig, drafting: Drafting | None, max_rows: int) -> Speculator:

@@ -127,7 +127,7 @@ class RankExecutor(ModelExecutor):
 
     @property
     def speaks_to(self) -> Collective | None:
-        """Where this rank sends its lane's logits to rank 0; None: it is not the one that does, or is rank 0."""
+        """The way on which this rank sends its lane's logits to rank 0; None: another rank does, or it is rank 0."""
         world = self._context.world
         assert world is not None
         speaks = world.rank and world.rank == self._shape.speaker(self._shape.lane(world.rank))
@@ -209,14 +209,13 @@ class GroupExecutor(RankExecutor):
             self.leader.blame(Loss(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
             raise GroupLostError(self.leader.cause) from error
 
-    def build_head_ranks(self) -> HeadRanks:
-        """All ranks compute it."""
+    def build_head_ranks(self, lane: int) -> HeadRanks:
+        """All ranks of the lane compute it."""
         from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import GroupHead
 
-        speaker = self._shape.speaker(0)
-        world = self._context.world if speaker else None
-        return GroupHead(HeadHere(self.model, self.kv_cache), self.leader, world, speaker)
+        own = HeadHere(self.model, self.kv_cache)
+        return GroupHead(own, self.leader, self._context, self._shape, lane)
 
     def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:
         """A lane's logits, from its speaker; `own` are this rank's."""

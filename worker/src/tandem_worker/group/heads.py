@@ -14,36 +14,52 @@ from tandem_worker.group.control.link import Loss
 from tandem_worker.group.control.wire import HeadCall, decode_head_order, encode_head_order
 from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.parallel.collectives import Collective
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.parallel.shape import GroupShape
 
 
 class GroupHead:
-    """Rank 0's end; satisfies `engine.execute.heads.HeadRanks`. Every call raises GroupLostError, whatever it was that
-    failed: a call that one rank does not finish leaves the others waiting inside it."""
+    """Rank 0's end of one lane's head; satisfies `engine.execute.heads.HeadRanks`.
 
-    def __init__(self, own: HeadHere, leader: GroupLeader, world: Collective | None, speaker: int) -> None:
-        """`world`: where the rank `speaker` sends the logits of a pass; None: this rank has them itself."""
-        self._own = own
+    Every call raises GroupLostError, whatever it was that failed: what one rank does not finish leaves the others
+    waiting inside it.
+    """
+
+    def __init__(
+        self, own: HeadHere, leader: GroupLeader, context: ParallelContext, shape: GroupShape, lane: int
+    ) -> None:
+        """`own`: the share of a head in this process, which computes in lane 0."""
+        self._own = own if lane == 0 else None
+        self._num_guessed = own.num_guessed
         self._leader = leader
-        self._world, self._speaker = world, speaker
+        self._world, self._speaker = context.world, shape.speaker(lane)
+        self._ranks = [rank for rank in range(1, leader.size) if shape.lane(rank) == lane]
 
     def begin(self, starts: Sequence[ChainStart], depth: int) -> None:
         texts = [[start.token, start.position, *start.blocks] for start in starts]
         with self._together():
-            self._leader.send_head_order(encode_head_order(HeadCall.BEGIN, [depth], *texts))
-            self._own.begin(starts, depth)
+            self._tell(HeadCall.BEGIN, [depth], *texts)
+            if self._own is not None:
+                self._own.begin(starts, depth)
 
     def compute(self, active: Sequence[int], said: Sequence[int]) -> torch.Tensor:
         with self._together():
-            self._leader.send_head_order(encode_head_order(HeadCall.COMPUTE, active, said))
-            logits = self._own.compute(active, said)
-            if self._world is None:
+            self._tell(HeadCall.COMPUTE, active, said)
+            logits = None if self._own is None else self._own.compute(active, said)
+            if self._speaker == 0:
+                assert logits is not None, "rank 0 speaks for its own lane"
                 return logits
-            return self._world.receive(torch.empty(len(active), self._own.num_guessed), self._speaker)
+            assert self._world is not None
+            return self._world.receive(torch.empty(len(active), self._num_guessed), self._speaker)
 
     def keep(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         with self._together():
-            self._leader.send_head_order(encode_head_order(HeadCall.KEEP, rows, blocks))
-            self._own.keep(rows, blocks)
+            self._tell(HeadCall.KEEP, rows, blocks)
+            if self._own is not None:
+                self._own.keep(rows, blocks)
+
+    def _tell(self, call: HeadCall, *lists: Sequence[int]) -> None:
+        self._leader.send_head_order(self._ranks, encode_head_order(call, *lists))
 
     @contextmanager
     def _together(self) -> Iterator[None]:

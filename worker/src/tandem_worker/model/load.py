@@ -51,7 +51,7 @@ def load_model(
     prepared: PreparedWeights | None = None,
     weights: WeightsForm = "Auto",
     rows: Rows = ANY_ROWS,
-    told: Callable[[Choice], None] = lambda _: None,
+    told: Callable[[FormChoice], None] = lambda _: None,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
@@ -79,7 +79,7 @@ def _load(
     prepared: PreparedWeights | None,
     weights: WeightsForm,
     rows: Rows,
-    told: Callable[[Choice], None],
+    told: Callable[[FormChoice], None],
 ) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)

@@ -22,7 +22,7 @@ from tandem_worker.transfer.contract import TransferStats, join_stats
 
 if TYPE_CHECKING:
     from tandem_worker.host.files.exchange import FileExchange
-    from tandem_worker.model.backends.form import Choice
+    from tandem_worker.model.backends.form import FormChoice
     from tandem_worker.model.weighing import Matrices
     from tandem_worker.server.answer.request_metrics import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -73,7 +73,7 @@ class Figures:
         gpu: GpuReader,
         memory_bytes: Callable[[], Mapping[str, int]],
         matrices: Mapping[str, Matrices],
-        weights: Choice | None,
+        weights: FormChoice | None,
         start: StartProgress,
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem_worker.model.backends.form import Choice
+    from tandem_worker.model.backends.form import FormChoice
     from tandem_worker.model.weighing import Matrices
 
 
@@ -20,10 +20,10 @@ class MemoryLedger:
     by_kind: dict[str, int] = field(default_factory=dict)
     matrices: dict[str, Matrices] = field(default_factory=dict)
     """Matrices of the weights, by form."""
-    weights: Choice | None = None
+    weights: FormChoice | None = None
     """In which form they are kept, and why; None until they are read."""
 
-    def note_choice(self, choice: Choice) -> None:
+    def note_choice(self, choice: FormChoice) -> None:
         """As the loader has decided."""
         self.weights = choice
 

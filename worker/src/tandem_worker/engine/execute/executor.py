@@ -214,10 +214,11 @@ class ModelExecutor:
         self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail
         return self._copier.start(tokens)
 
-    def build_head_ranks(self) -> HeadRanks:
-        """Where the draft head that the model has is computed."""
+    def build_head_ranks(self, lane: int) -> HeadRanks:
+        """The place where the draft head of a lane is computed; a single process has one lane."""
         from tandem_worker.engine.execute.heads import HeadHere
 
+        assert lane == 0
         return HeadHere(self.model, self.kv_cache)
 
     def load_logits(self, data: bytes) -> torch.Tensor | None:

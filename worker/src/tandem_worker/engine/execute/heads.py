@@ -1,4 +1,4 @@
-"""Where a draft head is computed. Imported only where there is a head."""
+"""The place where a draft head is computed. Imported only where there is a head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem_worker.model.draft.drafted import DraftedLM
 
 
 class HeadRanks(Protocol):
-    """Where a head is computed: here, or on all ranks of a group, which are told of it in its place among the steps."""
+    """The place where a head is computed: here, or on all ranks of a group, which are told of it between the steps."""
 
     def begin(self, starts: Rows[ChainStart], depth: int) -> None:
         """Begin chains of up to `depth` guesses; earlier ones end here."""
@@ -47,7 +47,7 @@ class HeadHere:
             self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
 
     def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
-        """Of a stage that has no head none, `[0, draft_vocab_size]`."""
+        """None of a stage that has no head, `[0, draft_vocab_size]`."""
         if self._model.head is None:
             return torch.empty(0, self.num_guessed)
         assert self._chains is not None, "chains are begun first"

@@ -114,7 +114,7 @@ class _Choice:
     """What is known of one choice."""
 
     rates: HeadRates
-    """Of choices whose tokens are chosen alike."""
+    """Those of choices whose tokens are chosen alike."""
     luck: Luck = field(default_factory=Luck)
     hits: float = 0.0
     trials: float = 0.0

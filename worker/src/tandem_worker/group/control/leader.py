@@ -224,9 +224,10 @@ class GroupLeader:
         for rank, frame in frames.items():
             self._send(self._members[rank], MessageKind.STEP, frame)
 
-    def send_head_order(self, order: bytes) -> None:
-        """Tell every follower about the draft head. Raises GroupLostError."""
-        self._broadcast(MessageKind.HEAD, order)
+    def send_head_order(self, ranks: Sequence[int], order: bytes) -> None:
+        """Tell these followers about their draft head. Raises GroupLostError."""
+        for rank in ranks:
+            self._send(self._members[rank], MessageKind.HEAD, order)
 
     def send_moves(self, ranks: Iterable[int], frame: bytes) -> None:
         """Have some followers copy blocks to host memory and back. Raises GroupLostError."""

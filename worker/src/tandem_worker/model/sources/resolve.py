@@ -34,13 +34,6 @@ def resolve_draft(config: WorkerConfig, token: str | None = None) -> Path | None
     head = config.speculative.head
     if head is None:
         return None
-    axes = config.group.parallelism
-    if axes.expert * axes.data > 1:
-        raise StartupError(
-            "DraftUnsupported",
-            "Expert and data ranks compute no draft heads yet: leave engine.speculative.draft out, or expert and data "
-            "parallelism at 1.",
-        )
     try:
         return resolve_model(head.model_copy(update={"cache_dir": config.model.cache_dir}), token)
     except StartupError as error:
