@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from tandem_worker.engine.build import build_engine
+from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.model.contract import CausalLM
 
 from bench.gpu.item import Figures, WrongError
@@ -21,7 +22,7 @@ memory, as a share of computing it."""
 class Waiting(Protocol):
     """Takes an engine's deltas."""
 
-    def __call__(self, deltas: object, /) -> None: ...
+    def __call__(self, deltas: Sequence[TokenDelta], /) -> None: ...
 
     def wait(self, count: int, seconds: float = 60.0) -> None:
         """Until so many requests have ended."""
