@@ -205,7 +205,7 @@ def main() -> int:
     total = {
         name: sum(getattr(stats, name) for _, stats, _ in runs)
         for name in EngineStats.__slots__
-        if name.endswith(("_total", "_used"))
+        if name.endswith(("_total", "_used")) and isinstance(getattr(runs[0][1], name), int)
     }
     num_aborted = sum(reason is FinishReason.ABORT for tight, _, _ in runs for reason in tight.reasons.values())
     print(f"{options.requests} requests in {seconds:.0f} s with {TIGHT_BLOCKS} blocks of {BLOCK_SIZE} tokens")

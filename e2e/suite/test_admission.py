@@ -306,3 +306,32 @@ def test_heads_that_nobody_could_ask_are_refused(fleet: Fleet, speculative: Obje
     assert sentence in str(create(fleet, model(engine={"speculative": speculative})))
     head = {"uri": "hf://a/b", "revision": "abc"}
     assert create(fleet, model(engine={"speculative": {"method": "Draft", "draft": head}})) is None
+
+
+@pytest.mark.parametrize(
+    ("kv", "spec", "sentence"),
+    [
+        ({"hostMemory": "64Gi"}, {"engine": {"device": "CPU"}}, "is for workers on GPUs"),
+        ({"hostMemory": "1Mi"}, {}, "must be at least 64Mi"),
+        ({"hostMemory": "64Gi", "disk": {"size": "64Gi"}}, {}, "must be larger than kv.hostMemory"),
+        (
+            {"hostMemory": "64Gi"},
+            {"decode": {"replicas": 1, "resources": {"limits": {"memory": "64Gi"}}}},
+            "must be less than the memory limit of each worker role",
+        ),
+        (
+            {"hostMemory": "64Gi"},
+            {"prefill": {"replicas": 1, "parallelism": {"tensor": 2}, "resources": {"limits": {"memory": "100Gi"}}}},
+            "must be less than the memory limit of each worker role",
+        ),
+    ],
+)
+def test_host_memory_that_is_of_no_use_or_does_not_fit_is_refused(
+    fleet: Fleet, kv: Object, spec: Object, sentence: str
+) -> None:
+    refused = model(kv=kv)
+    refused["spec"] |= spec
+    assert sentence in str(create(fleet, refused))
+    taken = model(kv={"hostMemory": "64Gi", "disk": {"size": "65Gi"}}, engine={"device": "CUDA"})
+    taken["spec"]["decode"] = {"replicas": 0, "resources": {"limits": {"memory": "65Gi"}}}
+    assert create(fleet, taken) is None

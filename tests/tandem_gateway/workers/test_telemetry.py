@@ -371,6 +371,9 @@ async def test_what_a_worker_tells_decides_where_requests_go(start_gateway, star
     assert endpoint.load == 0
 
 
+HOST = TierTelemetry(tier="host", capacity_tokens=5000, horizon=40.0)
+
+
 @pytest.mark.parametrize(
     ("tiers", "expected"),
     [
@@ -378,6 +381,9 @@ async def test_what_a_worker_tells_decides_where_requests_go(start_gateway, star
         ([TierTelemetry(tier="disk", capacity_tokens=10_000)], (0.0, 11_600)),
         ([TierTelemetry(tier="disk", capacity_tokens=10_000, horizon=20.0)], (20.0, 11_600)),
         ([TierTelemetry(tier="disk", capacity_tokens=10_000, reason="VolumeFull")], (50.0, 1600)),
+        ([HOST], (40.0, 6600)),
+        ([HOST, TierTelemetry(tier="disk", capacity_tokens=10_000, horizon=20.0)], (20.0, 16_600)),
+        ([HOST, TierTelemetry(tier="disk", capacity_tokens=10_000, reason="VolumeFull")], (40.0, 6600)),
     ],
 )
 def test_what_memory_gives_up_stays_on_a_disk_that_works(

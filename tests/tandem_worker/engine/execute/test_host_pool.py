@@ -302,7 +302,7 @@ def test_a_model_that_does_not_wait_is_found_out() -> None:
     rig.run("a", range(20), 4)
     rig.run("b", range(30, 50), 4)
     rig.run("a again", range(20), 4)
-    assert "without waiting" in (rig.out.last("a again").error or "")
+    assert "without waiting" in str(rig.out.last("a again").error)
     rig.engine.stop()
 
 

@@ -25,7 +25,7 @@ _PROGRAMS = 16
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _copy_rows_kernel(
     pairs_ptr, source_ptr, target_ptr, num_tiles, tiles_per_row, width, source_column, target_column,
     stride_source, stride_target, BLOCK: tl.constexpr,
