@@ -100,6 +100,7 @@ def main() -> None:
                 "scatter": args.scatter, "rounds": args.rounds, "gb_per_s": rates, "fastest_gb_per_s": fastest,
                 "load": round(os.getloadavg()[0], 1),
                 "Mooncake of the engine alone": {"value": round(share, 3), "goal": GOAL, "met": share >= GOAL},
+                "fastest turns of each": round(fastest["Mooncake"] / fastest["engine alone"], 3),
             }
         )
     )  # fmt: skip

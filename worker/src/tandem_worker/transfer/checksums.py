@@ -52,6 +52,39 @@ def sum_blocks(blocks: Sequence[Sequence[memoryview]], transfer: int, layer: int
     return [_sum_runs(runs, seed ^ index) for index, runs in enumerate(blocks, first)]
 
 
+def copy_out(
+    blocks: Sequence[Sequence[memoryview]], room: memoryview, transfer: int, layer: int, first: int
+) -> list[int]:
+    """Copy these blocks into `room`, one after another; their sums, as `sum_blocks` has them.
+
+    Block by block, so that each is summed while a core's cache has it; and in one loop, whose steps are most of what
+    copying costs beside the bytes.
+    """
+    seed, start, sums = transfer ^ layer << 32, 0, list[int]()
+    for index, runs in enumerate(blocks, first):
+        for run in runs:
+            end = start + len(run)
+            room[start:end] = run
+            start = end
+        sums.append(xxh3_64_intdigest(runs[0], seed ^ index) if len(runs) == 1 else _sum_runs(runs, seed ^ index))
+    return sums
+
+
+def copy_in(
+    source: memoryview, blocks: Sequence[Sequence[memoryview]], transfer: int, layer: int, first: int
+) -> list[int]:
+    """Copy what stands in `source` into these blocks, one after another; the sums of the copies, as `sum_blocks` has
+    them: the source may change meanwhile."""
+    seed, start, sums = transfer ^ layer << 32, 0, list[int]()
+    for index, runs in enumerate(blocks, first):
+        for run in runs:
+            end = start + len(run)
+            run[:] = source[start:end]
+            start = end
+        sums.append(xxh3_64_intdigest(runs[0], seed ^ index) if len(runs) == 1 else _sum_runs(runs, seed ^ index))
+    return sums
+
+
 def _sum_runs(runs: Sequence[memoryview], seed: int) -> int:
     digest = xxh3_64(seed=seed)
     for run in runs:

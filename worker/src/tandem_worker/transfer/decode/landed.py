@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem_worker.transfer.blocks import BlockWriter, Views
-from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.checksums import copy_in
 from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.attempt import Attempt
 from tandem_worker.transfer.errors import TransferError
-from tandem_worker.transfer.mooncake.frames import CACHED_BYTES, Landed, decode_landed, encode_grant
+from tandem_worker.transfer.mooncake.frames import Landed, decode_landed, encode_grant
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.slicing import Piece
 
@@ -68,7 +68,7 @@ class LandedBlocks:
         if sum(each.count * self._pieces[each.layer].num_bytes for each in known) > len(slot):
             raise TransferError("the peer said that more landed in a slot than it holds")
         start = first_sum = 0
-        for blocks in self._split(landed.ranges):
+        for blocks in landed.ranges:
             block_ids = attempt.reception.expected(blocks)  # raises for what was not ordered
             size = blocks.count * self._pieces[blocks.layer].num_bytes
             sums = landed.sums[first_sum : first_sum + blocks.count]
@@ -78,14 +78,6 @@ class LandedBlocks:
             start += size
             first_sum += blocks.count
         return start
-
-    def _split(self, ranges: Sequence[BlockRange]) -> Iterator[BlockRange]:
-        """In parts that a core's cache holds."""
-        for blocks in ranges:
-            piece = self._pieces.get(blocks.layer)
-            most = 1 if piece is None else max(1, CACHED_BYTES // piece.num_bytes)
-            for first in range(blocks.first, blocks.first + blocks.count, most):
-                yield BlockRange(blocks.layer, first, min(most, blocks.first + blocks.count - first))
 
     def _copy(
         self,
@@ -102,11 +94,7 @@ class LandedBlocks:
             if not attempt.is_open:
                 return False
             attempt.unverified = views.spans
-            start = 0
-            for span in views.spans:
-                span[:] = source[start : start + len(span)]
-                start += len(span)
-            found = sum_blocks(views.blocks, attempt.transfer, blocks.layer, blocks.first)
+            found = copy_in(source, views.blocks, attempt.transfer, blocks.layer, blocks.first)
             good = [ours == theirs for ours, theirs in zip(found, sums, strict=True)]
             self._settle(attempt, blocks, block_ids, views, good, writer)
         return True

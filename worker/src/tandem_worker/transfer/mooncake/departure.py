@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tandem_worker.transfer.blocks import BlockReader
-from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.checksums import copy_out
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.mooncake.engine import Engine, Memory
 from tandem_worker.transfer.mooncake.frames import (
-    CACHED_BYTES,
     MAX_BLOCKS,
     MAX_RANGES,
     SLOT_BYTES,
@@ -146,6 +145,8 @@ class Departures:
         self._target: Grant | None = None
         self._slots: deque[Slot] = deque()
         self._waiting: deque[ReadyBlocks] = deque()
+        self._num_gathered = 0
+        """Blocks of the first report that wait no more."""
         self._pending: Counter[int] = Counter()
         """Reports that wait and pieces in flight, by transfer."""
         self._moving_since: float | None = None
@@ -237,35 +238,43 @@ class Departures:
         sums = array("Q")
         used = 0
         while self._waiting and len(ranges) < MAX_RANGES:
-            ready = self._waiting[0]
-            num_bytes = self._pieces[ready.blocks.layer].num_bytes
-            fit = min((size - used) // num_bytes, MAX_BLOCKS - len(sums))
+            ready, done = self._waiting[0], self._num_gathered
+            blocks = ready.blocks
+            num_bytes = self._pieces[blocks.layer].num_bytes
+            fit = min((size - used) // num_bytes, MAX_BLOCKS - len(sums), blocks.count - done)
             if fit == 0 or transfer not in (None, ready.transfer):
                 break
-            fit = min(fit, max(1, CACHED_BYTES // num_bytes))
-            part = ready if ready.blocks.count <= fit else _head(ready, fit)
-            if not self._copy(part, room[used:], sums, guard):
-                self._leave(self._waiting.popleft().transfer)  # cancelled meanwhile
+            part = BlockRange(blocks.layer, blocks.first + done, fit)
+            if not self._copy(ready, part, ready.block_ids[done : done + fit], room[used:], sums, guard):
+                self._drop_first()  # cancelled meanwhile
                 continue
-            transfer = part.transfer
-            append_blocks(ranges, part.blocks)
-            used += num_bytes * part.blocks.count
-            if part is ready:
-                self._leave(self._waiting.popleft().transfer)
-            else:
-                self._waiting[0] = _tail(ready, fit)
+            transfer = ready.transfer
+            append_blocks(ranges, part)
+            used += num_bytes * fit
+            self._num_gathered += fit
+            if self._num_gathered == blocks.count:
+                self._drop_first()
         return None if transfer is None else (transfer, ranges, sums, used)
 
-    def _copy(self, part: ReadyBlocks, room: memoryview, sums: array[int], guard: Guard) -> bool:
-        def copy() -> None:
-            views = self._reader.views(part.blocks.layer, part.block_ids, part.fence)
-            start = 0
-            for span in views.spans:
-                room[start : start + len(span)] = span
-                start += len(span)
-            sums.extend(sum_blocks(views.blocks, part.transfer, part.blocks.layer, part.blocks.first))
+    def _drop_first(self) -> None:
+        """Nothing of the first report waits any more."""
+        self._num_gathered = 0
+        self._leave(self._waiting.popleft().transfer)
 
-        return guard(part, copy)
+    def _copy(
+        self,
+        ready: ReadyBlocks,
+        part: BlockRange,
+        block_ids: tuple[int, ...],
+        room: memoryview,
+        sums: array[int],
+        guard: Guard,
+    ) -> bool:
+        def copy() -> None:
+            views = self._reader.views(part.layer, block_ids, ready.fence)
+            sums.extend(copy_out(views.blocks, room, ready.transfer, part.layer, part.first))
+
+        return guard(ready, copy)
 
     def settle(self, now: float) -> list[tuple[int, Landed, int]]:
         """What has landed or is lost since the last call: transfer, what to tell the peer, and its bytes."""
@@ -290,7 +299,8 @@ class Departures:
         assert since is not None, "something was in flight"
         self.seconds_moving += now - since
         micros = min(round(1e6 * (now - since)), 2**32 - 1)
-        return flight.transfer, replace(flight.landed, micros=micros, lost=lost), flight.num_bytes
+        landed = flight.landed
+        return flight.transfer, Landed(landed.slot, landed.ranges, landed.sums, micros, lost), flight.num_bytes
 
     def _leave(self, transfer: int) -> None:
         self._pending[transfer] -= 1
@@ -305,13 +315,3 @@ class Departures:
                 flight.overdue = True
             self._pool.give_back(self._station)
             self._station = None
-
-
-def _head(ready: ReadyBlocks, count: int) -> ReadyBlocks:
-    blocks = BlockRange(ready.blocks.layer, ready.blocks.first, count)
-    return replace(ready, blocks=blocks, block_ids=ready.block_ids[:count])
-
-
-def _tail(ready: ReadyBlocks, count: int) -> ReadyBlocks:
-    blocks = BlockRange(ready.blocks.layer, ready.blocks.first + count, ready.blocks.count - count)
-    return replace(ready, blocks=blocks, block_ids=ready.block_ids[count:])

@@ -22,8 +22,6 @@ from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
 SLOT_BYTES = 1 << 20
 """Pieces are no larger, but for blocks that are."""
-CACHED_BYTES = 256 << 10
-"""So much is copied and summed at a time: what was just copied is still in a core's cache."""
 MAX_SLOTS = 256
 MAX_RANGES = 512
 MAX_BLOCKS = 4096
