@@ -75,11 +75,13 @@ def measure_first_tokens(model: Path, holder: Program, tokens: int, count: int) 
 def measure_steps(model: Path, holder: Program, rounds: int) -> dict[str, list[float]]:
     """Seconds that the same work takes with a store, of what it takes without: by kind of work, one value a turn.
 
-    Who goes first changes from turn to turn.
+    Who goes first changes from turn to turn. On a machine that others use too the worker's CPU seconds, which are
+    printed, say more: those of its own process, without the helper and the holder.
     """
     threads, rng = len(os.sched_getaffinity(0)), random.Random(2)
     known = [make_prompt(rng, 300) for _ in range(8)]
     found: dict[str, list[float]] = {"quiet": [], "writing": []}
+    spent: dict[str, list[float]] = {"quiet": [], "writing": []}
     with (
         worker("unified", model, "BFloat16", threads) as without,
         worker("unified", model, "BFloat16", threads, kv=describe_store(holder)) as storing,
@@ -91,15 +93,20 @@ def measure_steps(model: Path, holder: Program, rounds: int) -> dict[str, list[f
                 "writing": [make_prompt(rng, 300) for _ in range(8)],
             }
             for kind, prompts in works.items():
-                seconds: dict[int, float] = {}
+                seconds, cpu = dict[int, float](), dict[int, float]()
                 for each in (without, storing) if turn % 2 else (storing, without):
+                    before = each.cpu_seconds()
                     seconds[each.port] = asyncio.run(streams(each.port, prompts, 64))
                     time.sleep(_SETTLE_SECONDS)
+                    cpu[each.port] = each.cpu_seconds() - before
                 if turn:  # memory has nothing of them before
                     found[kind].append(seconds[storing.port] / seconds[without.port])
+                    spent[kind].append(cpu[storing.port] / cpu[without.port])
         written = read_metric(storing, "tandem_worker_kv_tier_tokens_total", tier="store", direction="written")
         read = read_metric(storing, "tandem_worker_kv_tier_tokens_total", tier="store", direction="read")
         print(f"tokens written beside: {written:.0f}; found: {read:.0f}")
+        for kind, shares in spent.items():
+            print(f"{kind:10} {statistics.median(shares):8.3f} of the CPU ({min(shares):.3f} to {max(shares):.3f})")
     return found
 
 
