@@ -50,6 +50,24 @@ FULL: dict[str, str] = {
         "1 s: the same kernel with options, which the interpreter runs",
     "tests/tandem_worker/kernels/test_compiles_for_hopper.py::test_matrix_kernels[small_batch_linear of logits]":
         "1 s: the same kernel for another shape",
+    **{
+        f"tests/tandem_worker/kernels/on_device/test_moe.py::test_fused_moe[float16-{form}-{mapped}]":
+            "1 s each in the interpreter: every form of weights stays once, with a map of experts or without"
+        for form, mapped in (("plain", False), ("fp8", True), ("int4", False), ("mxfp4", True))
+    },
+    "tests/tandem_worker/kernels/on_device/test_moe.py::test_fused_moe_of_one_rank_with_biases[float32":
+        "1 s in the interpreter: float16 stays",
+    **{
+        f"tests/tandem_worker/kernels/on_device/test_paged_attention.py::test_decode_attention[float16-{options}]":
+            "1 s in four, in the interpreter: every option stays in several splits, their product goes"
+        for options in ("{'window': 20}-3", "{'chunk': 32}-3", "{'sinks': True}-1", "{'window': 5, 'sinks': True}-1")
+    },
+    **{
+        "tests/tandem_worker/kernels/on_device/test_paged_attention.py::"
+        f"test_a_row_has_the_same_bits_in_every_batch_and_table[float16-{options}]":
+            "1 s in the interpreter: the same kernel with sinks stays"
+        for options in ("{}", "{'window': 300}")
+    },
     "tests/tandem_worker/kernels/on_device/test_sampling.py::test_equals_are_ranked_by_id[1]":
         "3 s in the interpreter: the same with another seed",
     "tests/tandem_worker/kernels/on_device/test_sampling.py::test_draws_among_equals_reach_the_lowest_ids_alone[50-1.0":

@@ -171,7 +171,8 @@ LABELS = {"tandem.dev/model": "m"}
 
 
 def operator_pods(operator: Operator) -> list[ChildKey]:
-    return [key for key in operator.store.children(KEY) if key.kind == "Pod"]
+    """Their names alone: unpacking every child, several thousand times, is a tenth of these tests."""
+    return [key for key in operator.store._models.get(KEY, {}) if key.kind == "Pod"]
 
 
 def told(server: OwningServer) -> dict[str, Any]:

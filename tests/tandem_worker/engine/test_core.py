@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -441,16 +442,28 @@ def test_seconds_are_busy_while_steps_run_and_at_no_other_time(make_rig: MakeRig
     assert rig.engine.stats().busy_seconds_total <= time.perf_counter() - began
 
 
+class ClockModel(HistoryModel):
+    """Every forward pass takes 0.1 s of its own clock."""
+
+    now = 0.0
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        self.now += 0.1
+        return super().forward(batch, kv_cache)
+
+
 @pytest.mark.parametrize("length", [16, 256])
-def test_the_velocity_is_that_of_prompts_whatever_decodes_beside_them(make_rig: MakeRig, length: int) -> None:
+def test_the_velocity_is_that_of_prompts_whatever_decodes_beside_them(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
     """Each prompt takes 0.1 s, short ones too."""
-    model = TimedModel()
-    model.seconds = 0.1
+    model = ClockModel()
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: model.now))
     rig = make_rig(model, num_blocks=800, scheduler={"max_batch_tokens": 512})
     assert rig.engine.stats().prefill_tokens_per_second is None
     for number in range(11):
         rig.run(f"r{number}", tuple((number + i) % 64 for i in range(length)), max_tokens=2)
-    assert rig.engine.stats().prefill_tokens_per_second == pytest.approx(10 * length, rel=0.2)
+    assert rig.engine.stats().prefill_tokens_per_second == pytest.approx(10 * length)
 
 
 def test_joint_steps_of_lanes_count_once(make_rig: MakeRig) -> None:
@@ -514,7 +527,7 @@ def test_what_a_step_computed_with_is_let_go_of_when_it_fails(
     try:
         rig.submit("r", (1, 2, 3), max_tokens=2)
         rig.wait()
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 60.0
         while any(held() is not None for held in model.held):
             assert time.monotonic() < end
             time.sleep(0.002)

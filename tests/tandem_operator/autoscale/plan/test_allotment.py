@@ -33,7 +33,7 @@ def claim_lists(draw: st.DrawFn) -> list[Claim]:
     return claims
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120))
 def test_never_over_the_budget_and_never_below_the_minimums(claims: list[Claim], budget: int) -> None:
     found = allot(claims, budget)
@@ -47,7 +47,7 @@ def test_never_over_the_budget_and_never_below_the_minimums(claims: list[Claim],
         assert all(found[claim.name].target == claim.least for claim in claims)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120))
 def test_nobody_grows_into_what_another_one_holds(claims: list[Claim], budget: int) -> None:
     claims = [replace(claim, held=max(claim.held, claim.least)) for claim in claims]
@@ -57,7 +57,7 @@ def test_nobody_grows_into_what_another_one_holds(claims: list[Claim], budget: i
     assert after <= max(budget, before)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120), st.data())
 def test_a_higher_priority_never_gets_less(claims: list[Claim], budget: int, data: st.DataObject) -> None:
     fresh = [replace(claim, held=claim.least) for claim in claims]
@@ -66,7 +66,7 @@ def test_a_higher_priority_never_gets_less(claims: list[Claim], budget: int, dat
     assert share_out(raised, budget)[chosen.name] >= share_out(fresh, budget)[chosen.name]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120))
 def test_the_lower_have_only_their_minimums_while_the_higher_want_more(claims: list[Claim], budget: int) -> None:
     targets = share_out(claims, budget)
@@ -78,7 +78,7 @@ def test_the_lower_have_only_their_minimums_while_the_higher_want_more(claims: l
                 assert targets[lower.name] - lower.least < higher.step, "what is too small for a replica of the higher"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120), st.randoms())
 def test_the_order_of_the_claims_says_nothing(claims: list[Claim], budget: int, chance: random.Random) -> None:
     mixed = list(claims)
@@ -86,7 +86,7 @@ def test_the_order_of_the_claims_says_nothing(claims: list[Claim], budget: int, 
     assert allot(mixed, budget) == allot(claims, budget)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(0, 120))
 def test_what_was_given_is_given_again(claims: list[Claim], budget: int) -> None:
     targets = share_out(claims, budget)
@@ -106,7 +106,7 @@ def follow(claims: Sequence[Claim], budget: int, *, rounds: int = 20) -> tuple[l
     return list(claims), most
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 @given(claim_lists(), st.integers(40, 160))
 def test_all_come_to_their_targets_and_pods_never_take_more_than_the_budget(claims: list[Claim], budget: int) -> None:
     start = [replace(claim, held=claim.least, present=claim.least) for claim in claims]

@@ -680,11 +680,11 @@ class LifeWithGuessesAhead(LifeWithGuesses):
 TestLife, TestLifeWithHost, TestLifeAhead = Life.TestCase, LifeWithHost.TestCase, LifeAhead.TestCase
 TestLifeWithGuesses, TestLifeWithGuessesAhead = LifeWithGuesses.TestCase, LifeWithGuessesAhead.TestCase
 TestLifeWithGuesses.settings = TestLifeWithGuessesAhead.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=settings().max_examples * 3 // 5, stateful_step_count=40, deadline=None
 )
 TestLifeWithTarget = LifeWithTarget.TestCase
 TestLifeWithTarget.settings = TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=settings().max_examples * 3 // 5, stateful_step_count=40, deadline=None
 )
 
 

@@ -62,7 +62,7 @@ def kept(cache: KVCache, table: list[int], length: int) -> tuple[torch.Tensor, t
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2, deadline=None)
 def test_blocks_are_the_same_however_a_text_was_cut(model: DraftedLM, data: st.DataObject) -> None:
     """Prompts in chunks, of which the first blocks may be another's, then decodes with guesses, right and wrong."""
     length = data.draw(st.integers(2, 40))

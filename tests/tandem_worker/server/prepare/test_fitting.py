@@ -84,7 +84,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 2, deadline=None)
 @given(text=st.lists(st.one_of(PIECES, st.text(max_size=20)), max_size=20).map("".join))
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     backend = BOUNDED[name]

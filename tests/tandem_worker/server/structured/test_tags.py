@@ -50,7 +50,7 @@ def form(**fields: Any) -> dict[str, Any]:
 _PIECES = ["<a>", "<b>", "<", "a", ">", "1", "]", "<a>1]", "<b>2]", "[x", "[x3]", "é", "\n"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(pieces=st.lists(st.sampled_from(_PIECES), max_size=6))
 @example(pieces=["<", "<a>1]", "<b>2]", "é"])
 @example(pieces=["a", "<a>1]"])
@@ -61,7 +61,7 @@ def test_text_is_free_until_a_trigger(pieces: list[str]) -> None:
     assert admits(grammar(given), text) == bool(re.fullmatch(f"(?:{free}{tags})*{free}", text)), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 2, deadline=None)
 @given(pieces=st.lists(st.sampled_from(_PIECES), max_size=6))
 def test_structures_are_triggered_tags(pieces: list[str]) -> None:
     structures = [{"begin": begin, "schema": NUMBER["json_schema"], "end": "]"} for begin in ("<a>", "<b>")]
@@ -180,7 +180,7 @@ def test_special_tokens_are_no_text(begin: str, end: str) -> None:
     text=st.text(min_size=1, max_size=6)
     | st.text("\x00\x1b\x7f\x85\u2028/\\\"'^]-{}()|.&~#\n\r <[3", min_size=1, max_size=6)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 def test_any_text_may_be_a_mark(text: str) -> None:
     """Whatever it would mean in a grammar."""
     triggered = grammar(form(triggers=[text], tags=[tag(f"{text}=", end=text)]))

@@ -83,7 +83,11 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-PLAIN = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
+MARKS = ("</function>", "</parameter>", "<parameter=", "<|")
+"""What ends or divides arguments, in dialects that have no way to write it within one."""
+PLAIN = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12).filter(
+    lambda text: not any(mark in text for mark in MARKS)
+)
 ARGUMENTS = st.fixed_dictionaries({}, optional={"city": PLAIN, "days": JSON_VALUES})
 CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3)
 
