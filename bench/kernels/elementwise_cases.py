@@ -42,6 +42,27 @@ def elementwise(place: Place) -> Iterator[Case]:
                 expect=lambda x, twin=twin: (twin(*wide(x)),),
             )  # fmt: skip
         yield from _attention_inputs(place, tokens)
+        yield _row_copies(place, tokens, hidden)
+
+
+def _row_copies(place: Place, rows: int, width: int) -> Case:
+    """Blocks on their way to host memory: pieces of rows into other rows, twice as wide."""
+
+    def make() -> tuple[torch.Tensor, ...]:
+        pairs = torch.stack([torch.randperm(rows, device=place.device) for _ in range(2)], 1)
+        source = place.integers(0, 1 << 30, (rows, width), dtype=torch.int32)
+        return pairs, source, place.integers(0, 1 << 30, (rows, 2 * width), dtype=torch.int32)
+
+    def expect(pairs: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Tensors:
+        copied = target.clone()
+        reference.copy_rows_reference(pairs, source, 0, copied, width, width)
+        return (copied,)
+
+    return Case(
+        name=f"copy_rows [{rows}, {width}]", bytes=2 * rows * width * 4, make=make, writes=(2,),
+        run=lambda pairs, source, target: kernels.copy_rows(pairs, source, 0, target, width, width),
+        outputs=lambda result, pairs, source, target: (target,), expect=expect, limit=0.0,
+    )  # fmt: skip
 
 
 def _residual_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Tensors:

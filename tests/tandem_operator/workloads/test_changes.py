@@ -26,7 +26,7 @@ FULL: dict[str, Any] = {
     "metadata": {"labels": {"example.com/a": "a"}},
     "prefill": ROLE | {"metadata": {"labels": {"example.com/b": "b"}}, "podTemplate": {"spec": {"hostname": "a"}}},
     "decode": ROLE | {"affinity": {"nodeAffinity": {"a": 1}}},
-    "engine": {"speculative": {"method": "Auto", "draft": {"uri": "hf://org/head"}}},
+    "engine": {"speculative": {"method": "Auto", "draft": {"uri": "hf://org/head", "secretRef": {"name": "s"}}}},
     "kv": {"disk": {"size": "100Gi"}, "store": {"memory": "1Gi"}, "transport": "Mooncake"},
     "gateway": {
         "service": {"type": "LoadBalancer"}, "httpRoute": {"parentRefs": [{"name": "g"}]}, "queue": {"ttl": "5m"},
@@ -60,7 +60,8 @@ VALUES: dict[str, Any] = {
     "podAntiAffinity": {"x": 1}, "topologySpreadConstraints": [], "priorityClassName": "p", "runtimeClassName": "r",
     "imagePullSecrets": [{"name": "p"}], "podTemplate.metadata": {"labels": {"a": "b"}},
     "podTemplate.spec": {"hostname": "x"}, "image": "other:2", "engine.args": ["--enforce-eager"],
-    "draft.uri": "hf://org/other-head", "kv.memory": "2Gi", "master": "m:1", "history": "1Mi", "maxBytes": "3Mi",
+    "draft.uri": "hf://org/other-head", "kv.memory": "2Gi", "hostMemory": "3Gi", "master": "m:1", "history": "1Mi",
+    "maxBytes": "3Mi",
     "parentRefs": [{"name": "h"}], "hostnames": ["a.b"], "allowOrigins": ["https://c.d"], "allowHeaders": ["x"],
     "secretName": "t2", "loadBalancerClass": "l", "nodePort": 30000, "endpoint": "http://d:1",
     "steps": [{"weight": 4, "duration": "1m"}], "maxSurge": "2", "maxUnavailable": "2", "managedBy": "x",

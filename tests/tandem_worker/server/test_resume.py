@@ -154,7 +154,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "response of a schema": respond(text=SCHEMA_OF_TEXT, max_output_tokens=60, logit_bias={str(THINK_END): 6.0}),
     "response with logprobs": respond(**LIKELIHOODS, max_output_tokens=40, ignore_eos=True),
     "response with logprobs and stop": respond(
-        **LIKELIHOODS, stop=["abca", "bcab", "ccca"], logit_bias=LETTERS, ignore_eos=True, max_output_tokens=90
+        **LIKELIHOODS, stop=["abca", "bcab", "ccca"], logit_bias=LETTERS, ignore_eos=True, max_output_tokens=90, seed=5
     ),
     "response that ends by itself": respond(logit_bias={str(IM_END): 3.0}, max_output_tokens=60),
     "message": message(temperature=0, ignore_eos=True),
@@ -163,6 +163,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         tools=[{"name": "look_up", "input_schema": TOOLS[0]["function"]["parameters"]}],
         tool_choice={"type": "any"},
         max_tokens=150,
+        seed=5,
         **(THINKS | {"logit_bias": {str(THINK_END): 6.0}}),
     ),
     "message and stop": message(

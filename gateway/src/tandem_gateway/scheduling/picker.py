@@ -79,7 +79,7 @@ class Choice:
     pulled_work: int = 0
     """The time that those take, and what comes from a store, in tokens that the worker computes in it."""
     store: Store | None = None
-    """Where a part of the prompt is loaded from that nobody else is named for; None: from nowhere."""
+    """The store that a part of the prompt is loaded from which nobody else is named for; None: there is none."""
     stored_tokens: int = 0
     """Estimated tokens that are, which count as cached."""
     conversion: Conversion | None = None

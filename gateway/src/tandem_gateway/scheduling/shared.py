@@ -38,7 +38,7 @@ class Holding:
         self.shared = shared
         """The longest part of it that many prompts begin with, as far as was known then."""
         self.store = endpoint.store
-        """Where the worker puts it besides, once no request has it in use."""
+        """The store that the worker puts it into besides, once no request has it in use."""
         self.stored_at = stored_at
         """How much the store had taken in when that was; None: it is yet to be."""
 

@@ -73,19 +73,19 @@ class CombinedTier:
 
 def _plan_rest(
     found: Sequence[tuple[BlockSource, Run, int, float]], own: int, wanted: int, seconds_per_block: float | None
-) -> tuple[tuple[float, float], int]:
+) -> tuple[tuple[float, bool, float], int]:
     """Seconds until all that is wanted is there, if the source `own` is taken first, and how many blocks another one
-    brings then. Where nobody knows what computing takes, who has most comes first. Nobody follows then, or one that may
+    brings then: where two plans take as long, the one of a single load is the better one. Where nobody knows what computing takes, who has most comes first. Nobody follows then, or one that may
     bring less than it is asked for."""
     _, run, count, seconds = found[own]
     if seconds_per_block is None:
-        return (-count, seconds), 0
+        return (-count, False, seconds), 0
     rest, followed = (wanted - count) * seconds_per_block, 0
     if run.hearsay:
-        return (seconds + rest, seconds), 0
+        return (seconds + rest, False, seconds), 0
     for _, _, more, took in found:
         if more > count:
             joined = took * (more - count) / more + (wanted - more) * seconds_per_block
             if joined < rest:
                 rest, followed = joined, more - count
-    return (seconds + rest, seconds), followed
+    return (seconds + rest, followed > 0, seconds), followed

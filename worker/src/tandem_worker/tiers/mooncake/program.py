@@ -51,7 +51,7 @@ class Options:
     command: tuple[str, ...]
     """Name of the program, and its arguments."""
     alive_port: int | None = None
-    """Where the program answers HTTP on loopback while it lives."""
+    """Port at which the program answers HTTP on loopback while it lives."""
     notes: Notes | None = None
     disk: Path | None = None
     """Folder of the file that the program keeps blocks in."""
