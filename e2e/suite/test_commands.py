@@ -21,7 +21,9 @@ from e2e.pages import API, HELM, Command, fill_in, judge, list_commands
 from e2e.realapi import ControlPlane, Nodes, start
 from e2e.suite.fleet import until
 
-MODELS = ("quickstart", "exposed", "sglang", "suspended", "tensor-parallel", "tls", "two-nodes", "vllm")
+MODELS = (
+    "quickstart", "exposed", "kv-tiers", "sglang", "shared-store", "suspended", "tensor-parallel", "tls", "two-nodes", "vllm",
+)  # fmt: skip
 """Examples whose models the commands name."""
 ALL = [(command, judge(command)[0]) for command in list_commands()]
 ON_THE_SERVER = [command for command, where in ALL if where == API]
