@@ -22,7 +22,8 @@ from e2e.realapi import ControlPlane, Nodes, start
 from e2e.suite.fleet import until
 
 MODELS = (
-    "quickstart", "exposed", "kv-tiers", "sglang", "shared-store", "suspended", "tensor-parallel", "tls", "two-nodes", "vllm",
+    "quickstart", "exposed", "kv-tiers", "sglang", "shared-store", "suspended", "tensor-parallel", "tls",
+    "two-nodes", "vllm",
 )  # fmt: skip
 """Examples whose models the commands name."""
 ALL = [(command, judge(command)[0]) for command in list_commands()]
