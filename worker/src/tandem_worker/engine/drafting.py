@@ -27,14 +27,14 @@ class Drafting:
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, ranks: HeadRanks) -> None:
         """`model` was loaded with its head."""
-        self._ranks, self._drafted = ranks, as_drafted(model)
+        self._ranks = ranks
         self.block_size = kv_cache.spec.block_size
-        self._tokens = self._drafted.vocabulary
+        self._tokens = as_drafted(model).vocabulary
 
     @property
     def num_bytes(self) -> int:
-        """Memory that chains of guesses have taken."""
-        return self._drafted.chain_bytes
+        """Memory of this process that chains of guesses have taken."""
+        return self._ranks.num_bytes
 
     def begin(self, places: Rows[Place], depth: int) -> GuessedChains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
