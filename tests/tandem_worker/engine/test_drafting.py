@@ -62,6 +62,6 @@ def test_noise_is_worth_more_than_the_likeliest_token(params: dict[str, Any]) ->
 def test_a_head_that_computes_no_numbers_promises_nothing(params: dict[str, Any], value: float) -> None:
     """An error while a step is planned would end the engine."""
     logits = random_logits(1)[0]
-    logits[::1 if value < 0 else 7] = value
+    logits[:: 1 if value < 0 else 7] = value
     (confidence,) = rank_drawn(logits, draw_of(params), 3, ALL)[None].softmax(-1).amax(-1)
     assert not confidence.isfinite()
