@@ -55,3 +55,13 @@ def test_noise_is_worth_more_than_the_likeliest_token(params: dict[str, Any]) ->
     drawn = choose_tokens(logits.clone(), sequences)
     likeliest = float((heads.argmax(-1) == drawn).float().mean())
     assert share_right(logits, heads, params) > likeliest + 0.1
+
+
+@pytest.mark.parametrize("params", [*LIMITS, {"top_p": 1 - 1e-15, "temperature": 0.01}], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_a_head_that_computes_no_numbers_promises_nothing(params: dict[str, Any], value: float) -> None:
+    """An error while a step is planned would end the engine."""
+    logits = random_logits(1)[0]
+    logits[:: 1 if value < 0 else 7] = value
+    (confidence,) = rank_drawn(logits, draw_of(params), 3, ALL)[None].softmax(-1).amax(-1)
+    assert not confidence.isfinite()

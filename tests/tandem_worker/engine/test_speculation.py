@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.engine.snapshot import build_stats
+from tandem_worker.engine.speculation import find_obstacle
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
@@ -27,6 +31,7 @@ from tests.tandem_worker.engine.test_sampling_in_engine import Counting, Exhaust
 from tests.tandem_worker.engine.wire import Wire
 
 MakeRig = Callable[..., Rig]
+DOCS = Path(__file__).parents[3] / "docs"
 LOOKUP = SpeculativeConfig(method="Lookup", adaptive=False, max_tokens=5)
 ALL_KINDS: dict[str, dict[str, Any]] = {
     **KINDS,
@@ -427,3 +432,29 @@ def test_tokens_are_true_draws_at_each_depth(make_rig: MakeRig, count: int) -> N
         expected = row.sum() * WEIGHTS
         assert row.sum() > count / 30
         assert float(((row - expected) ** 2 / expected).sum()) < 29.9
+
+
+def test_a_lane_that_has_decoded_nothing_hides_no_figure_of_the_others(make_rig: MakeRig) -> None:
+    """Gateways and the planner of replicas go by them."""
+    idle, busy = make_rig(speculative=LOOKUP), make_rig(speculative=LOOKUP)
+    busy.run("r", (1, 2, 3), 40)
+    alone, lanes = busy.engine.stats(), [rig.engine._runner.lanes[0] for rig in (idle, busy)]
+    assert alone.decode_token_seconds is not None
+    for figure in ("decode_token_seconds", "plain_step_seconds", "decode_tokens_per_step"):
+        assert getattr(build_stats(lanes, lanes[1].work, num_pending=0), figure) == getattr(alone, figure)
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "runs_ahead", "inexact"),
+    [
+        ("Off", "cpu", False, None),
+        ("Auto", "cpu", False, "of its sums"),
+        ("Lookup", "cuda", True, None),
+        pytest.param("Lookup", "cuda", False, "of its sums", id="a group on GPUs"),
+    ],
+)
+def test_why_nobody_guesses_is_documented(method: Any, device: str, runs_ahead: bool, inexact: str | None) -> None:
+    model: Any = SimpleNamespace(embedding=None, device=torch.device(device), inexact=inexact)
+    why = find_obstacle(SpeculativeConfig(method=method), model, runs_ahead=runs_ahead)
+    assert why is not None
+    assert f"| {why.partition(',')[0]} |" in (DOCS / "speculation.md").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 from tandem_api.launch import ModelSource, SpeculativeConfig
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, SamplingParams
+from tandem_worker.group.control.wire import HeadCall
 
 from tests.tandem_worker.engine.test_head import Seen, check, watch
 from tests.tandem_worker.engine.test_head_native import copycat
@@ -113,3 +117,29 @@ def test_expert_ranks_check_guesses_each_for_its_lane(checkpoints: dict[str, Pat
         assert group.answer(prompts, 12) == expected
         assert group.answer(prompts, 12) == expected
         assert sum(group.engine.stats().accepted_draft_tokens_total.values()) > 20
+
+
+@pytest.mark.parametrize(
+    "parallelism", [{"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.full)], ids=["PP2", "TP2"]
+)
+def test_a_rank_that_is_killed_in_a_pass_of_the_head_ends_what_runs(
+    folders: SimpleNamespace, start_group: StartGroup, parallelism: dict[str, int]
+) -> None:
+    """Rank 0 waits for it while it plans a step."""
+    with start_group(folders.target, drafting(folders.heads["eagle"]), **parallelism) as rig:
+        (lane,), (follower,) = rig.engine._runner.lanes, rig.group.children.pids
+        head: Any = lane._drafting._ranks
+        tell, passes = head._tell, iter(range(100))
+
+        def tell_or_kill(call: HeadCall, *lists: Any) -> None:
+            if call is HeadCall.COMPUTE and next(passes) == 9:
+                os.kill(follower, signal.SIGKILL)
+            tell(call, *lists)
+
+        head._tell = tell_or_kill
+        sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        rig.engine.submit(GenerationRequest(request_id="long", prompt_token_ids=(1, 2, 3), sampling=sampling))
+        assert rig.causes.get(timeout=30).message.startswith("rank 1 was killed by SIGKILL")
+        rig.out.wait_finished(1, timeout=30)
+        assert rig.out.reason("long") is FinishReason.ERROR
+        assert "rank 1 was killed" in (rig.out.last("long").error or "")

@@ -65,6 +65,7 @@ def test_pieces_one_after_another_are_the_step(step: StepInput, count: int) -> N
     assert sum(len(piece.copies) for piece in pieces) == 1
     decoded = [sum(batch.query_lens_host[: batch.num_decodes]) for batch in (*batches, whole)]
     assert sum(decoded[:-1]) == decoded[-1]
+    assert sum(batch.num_decodes for batch in batches) == whole.num_decodes, "a decode was cut from its guesses"
     for batch in batches:
         assert batch.context_lens_host == tuple(int(batch.positions[end - 1]) + 1 for end in batch.query_start[1:])
 

@@ -143,6 +143,15 @@ def test_a_flat_distribution_is_sorted_whole() -> None:
     assert (observed > 0).sum() > 400, "more tokens than the sampler's candidates are within the top 90%"
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01])
+def test_a_top_p_that_rounded_weights_do_not_reach_leaves_what_weighs_anything(temperature: float) -> None:
+    """Weights sum to a little less than 1, and at low temperatures those of the last tokens are 0."""
+    logits = random_logits(40, seed=2, scale=6.0)
+    rows = [build_sequence([0] * row, temperature=temperature, top_p=1 - 1e-15) for row in range(40)]
+    unlimited = [build_sequence([0] * row, temperature=temperature) for row in range(40)]
+    assert sample(logits, rows)[0] == sample(logits, unlimited)[0]
+
+
 def test_noise_is_uniform_and_differs_by_every_key() -> None:
     words = np.concatenate([draw_words(DrawKey(1, 0, position), 20) for position in range(1000)])
     counts = np.histogram(words, bins=20, range=(0, 2**32))[0]

@@ -27,14 +27,14 @@ class Drafting:
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, ranks: HeadRanks) -> None:
         """`model` was loaded with its head."""
-        self._ranks, self._drafted = ranks, as_drafted(model)
+        self._ranks = ranks
         self.block_size = kv_cache.spec.block_size
-        self._tokens = self._drafted.vocabulary
+        self._tokens = as_drafted(model).vocabulary
 
     @property
     def num_bytes(self) -> int:
-        """Memory that chains of guesses have taken."""
-        return self._drafted.chain_bytes
+        """Memory of this process that chains of guesses have taken."""
+        return self._ranks.num_bytes
 
     def begin(self, places: Rows[Place], depth: int) -> GuessedChains:
         """Chains of guesses; satisfies `guess.draft.Begin`."""
@@ -88,6 +88,8 @@ def rank_drawn(logits: torch.Tensor, draw: Draw, position: int, tokens: torch.Te
     `position` will be drawn, of what the limits would leave of them. So where both hold the same for likely, the head
     says the token that is drawn (arXiv:2408.07978). Penalties, biases and grammars are the model's alone."""
     scores = logits / max(draw.temperature, LEAST_TEMPERATURE)
+    if not bool(scores.max().isfinite()):
+        return scores  # of what is no number nothing is left, and its confidence is none
     key = DrawKey(draw.seed, draw.choice, position)
     if draw.top_k == 0 and draw.top_p >= 1.0 and draw.min_p == 0.0:
         return scores + torch.from_numpy(make_gumbel(draw_words(key, tokens.numpy())))

@@ -15,14 +15,16 @@ from tandem_worker.engine.schedule.meter import SpeedMeter, WorkMeter
 _FIELDS = tuple(field.name for field in fields(EngineStats))
 _HOST_FIELDS = tuple(field.name for field in fields(HostStats))
 _LARGEST = frozenset(
-    {"kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total"}
-)
+    {
+        "kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total",
+        "decode_tokens_per_step", "decode_token_seconds", "plain_step_seconds", "mixed_token_seconds",
+    }
+)  # fmt: skip
 """The largest figure of several lanes counts, not the sum."""
 _SHARED = frozenset(
     {
         "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",
-        "computed_prompt_tokens_total", "decode_tokens_per_step", "decode_token_seconds", "plain_step_seconds",
-        "mixed_token_seconds",
+        "computed_prompt_tokens_total",
     }
 )  # fmt: skip
 """Every lane has the same figure, or nearly: lanes step together."""

@@ -35,6 +35,10 @@ class GroupHead:
         self._world, self._speaker = context.world, shape.speaker(lane)
         self._ranks = [rank for rank in range(1, leader.size) if shape.lane(rank) == lane]
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._own is None else self._own.num_bytes
+
     def begin(self, starts: Sequence[ChainStart], depth: int) -> None:
         texts = [[start.token, start.position, *start.blocks] for start in starts]
         with self._together():

@@ -24,7 +24,8 @@ def split_step(step: StepInput, count: int, block_size: int) -> list[StepInput]:
     """At most `count` pieces of nearly equal numbers of tokens; logits of the pieces are those of the step, in order.
 
     A prompt's chunk may be cut at a block boundary: its later tokens, in a later piece, find the KV of the earlier
-    ones in the cache. Copies and changes of the block table come with the first piece.
+    ones in the cache. A decode and its guesses stay together, because a draft head keeps their states when the step is
+    over, too late for another piece. Copies and changes of the block table come with the first piece.
     """
     if count == 1:
         return [step]
@@ -47,7 +48,7 @@ def _cut(step: StepInput, count: int, block_size: int) -> list[int]:
         sequence = int(np.searchsorted(stops, wanted, side="right"))
         first = int(stops[sequence] - step.query_lens[sequence])
         position = int(step.context_lens[sequence] - stops[sequence]) + wanted
-        ends.add(max(first, wanted - position % block_size))
+        ends.add(first if sequence < step.num_decodes else max(first, wanted - position % block_size))
     return sorted(ends - {0})
 
 

@@ -15,6 +15,11 @@ from tandem_worker.model.draft.drafted import DraftedLM
 class HeadRanks(Protocol):
     """The place where a head is computed: here, or on all ranks of a group, which are told of it between the steps."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this process that chains of guesses have taken."""
+        ...
+
     def begin(self, starts: Rows[ChainStart], depth: int) -> None:
         """Begin chains of up to `depth` guesses; earlier ones end here."""
         ...
@@ -41,6 +46,10 @@ class HeadHere:
     def num_guessed(self) -> int:
         """Tokens that the head can guess."""
         return self._model.config.draft_vocab_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self._model.chain_bytes
 
     def begin(self, starts: Rows[ChainStart], depth: int) -> None:
         if self._model.head is not None:

@@ -218,7 +218,10 @@ def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int
     """Length of the shortest prefix of ranked `values` that holds `top_p` of `total` (None: of their sum)."""
     running = values.double().cumsum(dim=-1)
     target = top_p * (float(running[-1]) if total is None else total)
-    last = values[min(int((running < target).sum()), len(values) - 1)]
+    before = int((running < target).sum())
+    if before == len(values):  # the sum of rounded weights falls short of it: whatever weighs anything
+        return int((values > 0).sum())
+    last = values[before]
     above = int((values > last).sum())
     missing = target - (float(running[above - 1]) if above else 0.0)
     equals = int((values == last).sum())
