@@ -141,6 +141,17 @@ def test_a_holders_disk_is_asked_at_a_port_that_the_kernel_chooses() -> None:
             assert (32768 in ports(peers, key, "decode")) is there
 
 
+def test_a_model_without_a_disk_reads_its_blocks_from_the_disks_of_who_shares_its_master() -> None:
+    """Mooncake puts a block into anybody's memory, and its holder moves it on to its own disk."""
+    shared = {"memory": "1Gi", "master": "mooncake.kv.svc:6000"}
+    plain, with_disk = with_store(shared), with_store({**shared, "disk": "64Gi"})
+    for plan, opens in ((plain, False), (with_disk, True)):
+        rules = child(plan, "NetworkPolicy", "-decode")["spec"]
+        for peers, key, there in ((rules["ingress"], "from", opens), (rules["egress"], "to", True)):
+            (rule,) = [each for each in peers if 14000 in [port.get("port") for port in each.get("ports", [])]]
+            assert (32768 in [port["port"] for port in rule["ports"]]) is there, (opens, key)
+
+
 def test_without_a_disk_nothing_is_said_of_one() -> None:
     container = holder(with_store(), "-decode")
     assert not [each for each in container["env"] if "OFFLOAD" in each["name"] or "OFFSET" in each["name"]]
