@@ -134,6 +134,20 @@ def test_what_was_there_before_stays_while_the_next_turn_runs() -> None:
     assert ask(scheduler).stored_tokens == 4096
 
 
+def test_of_a_turn_that_runs_no_more_is_there_than_of_the_one_before() -> None:
+    """Many may ask for one long text at once, of which only the beginning has been there before."""
+    scheduler = fleet("d1", "d2")
+    serve(scheduler, make_demand(2100, prefix=make_chain(1, 8)))
+    demand = make_demand(6300, prefix=make_chain(1, 24))
+    choice = ask(scheduler, demand)
+    reservation = scheduler.reserve(choice, demand, 1.0)
+    scheduler.accept(choice, demand, reservation, 1.0)
+    load(scheduler, choice.decode.worker.name, 50_000)
+    assert ask(scheduler, demand).stored_tokens == 2048
+    reservation.release()
+    assert ask(scheduler, demand).stored_tokens == 6144
+
+
 def test_it_outlives_every_worker_that_put_it_there() -> None:
     scheduler = fleet("d1", "d2")
     serve(scheduler, make_demand(4200, prefix=CHAIN))
