@@ -240,6 +240,20 @@ def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> N
     assert choice.store.found > 0.99
 
 
+def test_a_prompt_of_which_each_token_is_scored_is_loaded_from_nowhere_and_teaches_nothing() -> None:
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 50_000)
+    demand = make_demand(4200, prefix=CHAIN)
+    demand.scored = True
+    choice = ask(scheduler, demand)
+    assert (choice.store, choice.stored_tokens) == (None, 0)
+    choice.learn_stored(0)
+    store = scheduler.endpoints["d1"].store
+    assert store is not None
+    assert store.found == 1.0
+
+
 def test_where_there_is_no_store_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError
