@@ -183,6 +183,22 @@ def test_only_what_decodes_goes_through_a_pair() -> None:
     assert (embedding.prompt_tokens, embedding.output_tokens) == (101, 1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "scored"),
+    [
+        ({}, False),
+        ({"logprobs": 1}, False),
+        ({"echo": True}, False),
+        ({"echo": False, "logprobs": 1}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": None}, False),
+    ],
+)
+def test_who_asks_for_numbers_of_the_prompt_has_all_of_it_computed(fields: dict[str, Any], scored: bool) -> None:
+    assert read({"prompt": "text", **fields}, COMPLETIONS).demand.scored is scored
+
+
 def test_texts_that_are_compared_count_under_all_their_names() -> None:
     query, texts = "x" * 100, ["y" * 1000, {"text": "z" * 1000}]
     forms = [

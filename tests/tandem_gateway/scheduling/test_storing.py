@@ -134,6 +134,20 @@ def test_what_was_there_before_stays_while_the_next_turn_runs() -> None:
     assert ask(scheduler).stored_tokens == 4096
 
 
+def test_of_a_turn_that_runs_no_more_is_there_than_of_the_one_before() -> None:
+    """Many may ask for one long text at once, of which only the beginning has been there before."""
+    scheduler = fleet("d1", "d2")
+    serve(scheduler, make_demand(2100, prefix=make_chain(1, 8)))
+    demand = make_demand(6300, prefix=make_chain(1, 24))
+    choice = ask(scheduler, demand)
+    reservation = scheduler.reserve(choice, demand, 1.0)
+    scheduler.accept(choice, demand, reservation, 1.0)
+    load(scheduler, choice.decode.worker.name, 50_000)
+    assert ask(scheduler, demand).stored_tokens == 2048
+    reservation.release()
+    assert ask(scheduler, demand).stored_tokens == 6144
+
+
 def test_it_outlives_every_worker_that_put_it_there() -> None:
     scheduler = fleet("d1", "d2")
     serve(scheduler, make_demand(4200, prefix=CHAIN))
@@ -224,6 +238,20 @@ def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> N
         choice.learn_stored(4160)
     assert choice.store is not None
     assert choice.store.found > 0.99
+
+
+def test_a_prompt_of_which_each_token_is_scored_is_loaded_from_nowhere_and_teaches_nothing() -> None:
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    load(scheduler, warm, 50_000)
+    demand = make_demand(4200, prefix=CHAIN)
+    demand.scored = True
+    choice = ask(scheduler, demand)
+    assert (choice.store, choice.stored_tokens) == (None, 0)
+    choice.learn_stored(0)
+    store = scheduler.endpoints["d1"].store
+    assert store is not None
+    assert store.found == 1.0
 
 
 def test_where_there_is_no_store_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from operator_objects import blueprint
 from pydantic import ValidationError
 from tandem_api import names
 from tandem_api.names import Role
+from tandem_api.quantities import parse_quantity
 from tandem_api.telemetry import TierTelemetry
 from tandem_operator.gateways.tiers import store_condition
 from tandem_operator.objects.manifests import ChildKey, Manifest
@@ -139,6 +140,38 @@ def test_a_holders_disk_is_asked_at_a_port_that_the_kernel_chooses() -> None:
         rules = child(plan, "NetworkPolicy", "-decode")["spec"]
         for peers, key in ((rules["ingress"], "from"), (rules["egress"], "to")):
             assert (32768 in ports(peers, key, "decode")) is there
+
+
+def test_a_model_without_a_disk_reads_its_blocks_from_the_disks_of_who_shares_its_master() -> None:
+    """Mooncake puts a block into anybody's memory, and its holder moves it on to its own disk."""
+    shared = {"memory": "1Gi", "master": "mooncake.kv.svc:6000"}
+    plain, with_disk = with_store(shared), with_store({**shared, "disk": "64Gi"})
+    for plan, opens in ((plain, False), (with_disk, True)):
+        rules = child(plan, "NetworkPolicy", "-decode")["spec"]
+        for peers, key, there in ((rules["ingress"], "from", opens), (rules["egress"], "to", True)):
+            (rule,) = [each for each in peers if 14000 in [port.get("port") for port in each.get("ports", [])]]
+            assert (32768 in [port["port"] for port in rule["ports"]]) is there, (opens, key)
+
+
+def test_there_is_memory_for_all_that_disks_can_have() -> None:
+    """A holder takes 1.1 KB for each block on its disk, however small blocks are, and a master 1.7 KB for each."""
+    seen = {}
+    for disk in ("2Gi", "200Gi"):
+        container = holder(with_store({"memory": "1Gi", "disk": disk}), "-decode")
+        (nodes,) = [int(each["value"]) for each in container["env"] if each["name"].endswith("CAPACITY_NODES")]
+        asked, most = (int(container["resources"][key]["memory"]) for key in ("requests", "limits"))
+        assert (1024 + 512) << 20 < asked <= most
+        assert most - ((1024 + 512) << 20) > 1100 * nodes
+        seen[disk] = nodes
+    master = child(with_store({"memory": "1Gi", "disk": "200Gi"}), "Deployment", "-store")
+    (container,) = master["spec"]["template"]["spec"]["containers"]
+    assert parse_quantity(container["resources"]["limits"]["memory"]) > 8 * 1700 * seen["200Gi"]
+
+
+def test_how_many_workers_there_are_is_nothing_to_the_master() -> None:
+    """Started again it forgets what is in memory."""
+    few, many = (child(with_store(decode={"replicas": count}), "Deployment", "-store") for count in (1, 64))
+    assert few == many
 
 
 def test_without_a_disk_nothing_is_said_of_one() -> None:

@@ -116,6 +116,8 @@ def read_inquiry(
         affinity=build_seed(session, parent) if session else 0,
         short=prompt if len(prompt) < SHORT_CHUNKS * CHUNK_BYTES else b"",
         local=not generates,
+        scored=fields.get("prompt_logprobs") is not None
+        or (bool(fields.get("echo")) and fields.get("logprobs") is not None),
         stream=stream is True,
     )
     return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, model=model, demand=demand)

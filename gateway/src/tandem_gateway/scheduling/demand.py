@@ -31,6 +31,8 @@ class Demand:
     """The last entry of what many prompts begin with, as far as this one does; found when it is placed. 0: nothing."""
     local: bool = False
     """Nothing is decoded: the worker that answers computes the prompt itself."""
+    scored: bool = False
+    """It asks for numbers of each prompt token: a worker computes all of them, whatever it has cached."""
     stream: bool = True
     """Its first token shows; an answer in one piece shows nothing until it is complete."""
     canary: bool | None = None

@@ -40,6 +40,7 @@ MAX_SESSIONS = 8192
 
 
 _NO_SESSION: list[tuple[Endpoint, int]] = []
+_NOT_STORED: tuple[int | None, int] = None, 0
 
 
 def build_parent(salt: bytes, tenant: bytes) -> int:
@@ -145,8 +146,9 @@ class PrefixIndex:
                 last = holders
                 for holding in holders:
                     store = holding.store
-                    if store is not None and store not in found and holding.is_stored():
-                        found[store] = int(depth * chunk_tokens)
+                    if store is not None and holding.is_stored():
+                        tokens = int(min(depth, holding.stored_chunks) * chunk_tokens)
+                        found[store] = max(tokens, found.get(store, 0))
             step += step or 1
             depth -= step
         return found
@@ -187,8 +189,8 @@ class PrefixIndex:
         if 0 < known < len(chain):
             shared = self._count_branch(chain[known - 1], known, shared)
         young, old = self._young, self._old
-        stored_at = self._find_stored(chain[known - 1], endpoints[-1].store) if known else None
-        news: Holders = tuple([Holding(endpoint, now, shared, stored_at) for endpoint in endpoints])
+        at, chunks = self._find_stored(chain[known - 1], known, endpoints[-1].store) if known else _NOT_STORED
+        news: Holders = tuple([Holding(endpoint, now, shared, at, chunks) for endpoint in endpoints])
         self.prompts += 1
         self._weight = self._weight * DECAY + 1
         self.share(shared, news)
@@ -207,14 +209,15 @@ class PrefixIndex:
             young[entry] = after
         return news[-1]
 
-    def _find_stored(self, entry: int, store: Store | None) -> int | None:
-        """How much the store had taken in when what ends with this entry was put there; None: it was not."""
+    def _find_stored(self, entry: int, depth: int, store: Store | None) -> tuple[int | None, int]:
+        """How many chunks of what ends with this entry, at this depth, have been put into the store, and how much that
+        had taken in when they were; None: it was not."""
         if store is None:
-            return None
+            return _NOT_STORED
         holders = self._young.get(entry) or self._old.get(entry) or ()
-        return max(
-            (each.stored_at for each in holders if each.store is store and each.stored_at is not None), default=None
-        )
+        there = [(min(depth, each.stored_chunks), each.stored_at) for each in holders if each.store is store]
+        chunks, at = max(((some, at) for some, at in there if at is not None), default=(0, None))
+        return at, chunks
 
     def match_session(self, seed: int, prompt: bytes) -> list[tuple[Endpoint, int]]:
         """Who holds how many tokens of a prompt that is too short for chunks: those of its session's last one, where it

@@ -20,6 +20,8 @@ HALF_LIFE = 2048
 DECAY = 0.5 ** (1 / HALF_LIFE)
 _LOOKS = 2
 """Holders looked at for each that is wanted: some belong to another pool, or have forgotten."""
+_ALL = 1 << 30
+"""Chunks: no prompt has more."""
 MAX_HOLDERS = 4
 """Named by one entry, the newest."""
 
@@ -27,10 +29,15 @@ MAX_HOLDERS = 4
 class Holding:
     """One endpoint's copy of a prompt: when it was last used, and how much its cache had taken in by then."""
 
-    __slots__ = ("endpoint", "shared", "store", "stored_at", "used_at", "written")
+    __slots__ = ("endpoint", "shared", "store", "stored_at", "stored_chunks", "used_at", "written")
 
     def __init__(
-        self, endpoint: Endpoint, now: float, shared: SharedPrefix | None = None, stored_at: int | None = None
+        self,
+        endpoint: Endpoint,
+        now: float,
+        shared: SharedPrefix | None = None,
+        stored_at: int | None = None,
+        stored_chunks: int = 0,
     ) -> None:
         self.endpoint = endpoint
         self.used_at = now
@@ -41,11 +48,13 @@ class Holding:
         """The store that the worker puts it into besides, once no request has it in use."""
         self.stored_at = stored_at
         """How much the store had taken in when that was; None: it is yet to be."""
+        self.stored_chunks = stored_chunks
+        """So many chunks of it: while a request has it in use, those that were there before."""
 
     def note_stored(self) -> None:
         """The request that had it in use has ended."""
         if self.store is not None:
-            self.stored_at = self.store.written
+            self.stored_at, self.stored_chunks = self.store.written, _ALL
 
     def is_stored(self) -> bool:
         """Whether it is in the store, whatever has become of the worker."""

@@ -83,15 +83,16 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 def _store_rules(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
     """What holders of a store take and ask: blocks of each other, and the master who has what. Where many models share
     a master, their blocks lie in each other's holders, which are workers of the same namespace. What is on a holder's
-    disk is asked for at a port that the kernel chooses."""
+    disk is asked for at a port that the kernel chooses: by models that share its master too, with disks or without."""
     store, master = blueprint.model.spec.kv.store, master_address(blueprint)
     if store is None or master is None:
         return [], []
-    data = [_tcp(*names.STORE_DATA_PORTS), *([] if store.disk is None else [_tcp(*_EPHEMERAL_PORTS)])]
+    memory, disk = _tcp(*names.STORE_DATA_PORTS), _tcp(*_EPHEMERAL_PORTS)
+    data = [memory] if store.disk is None else [memory, disk]
     if store.master is not None:
         others = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "tandem"}}}
         return [{"from": [others], "ports": data}], [
-            {"to": [others], "ports": data},
+            {"to": [others], "ports": [memory, disk]},
             *(rule for url in _master_urls(master) for rule in _outside(blueprint, url)),
         ]
     components = [component_of(role) for role in blueprint.worker_roles]
@@ -102,7 +103,8 @@ def _store_rules(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
 
 
 def _master_urls(master: str) -> list[str]:
-    """URLs at which the master is asked. One that etcd knows is taken to listen, wherever it is, at the port that ours has."""
+    """URLs at which the master is asked. One that etcd knows is taken to listen, wherever it is, at the port that ours
+    has."""
     scheme, found, rest = master.rpartition("://")
     if not found:
         return [f"//{rest}"]

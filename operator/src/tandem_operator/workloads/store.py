@@ -44,6 +44,11 @@ _DISK_HEAD_ROOM = 16
 they are."""
 _LEAST_RECORD, _MOST_NODES = 16 << 10, 1 << 20
 """Bytes of a block's record on the disk where blocks are small, and for how many records a holder reserves memory."""
+_NODE_BYTES = 1280
+"""Memory that a holder takes at the most for each record on its disk: 1.1 KB were seen."""
+_MASTER_MEMORY, _MASTER_MEMORY_OF_DISKS = "4Gi", "16Gi"
+"""What the master may take, which scaling the workers must not change: 1.0 KB were seen for each block in memory, and
+1.7 KB for one that is on a disk too."""
 _ALIVE_SECONDS = 60
 """A process above a program that has not looked at it for so long hangs."""
 _GRACE_SECONDS = 5
@@ -80,7 +85,7 @@ def build_holder(blueprint: Blueprint, role: Role) -> list[Manifest]:
     if store is None or master is None:
         return []
     size = int(parse_quantity(store.memory))
-    memory = size + _HOLDER_EXTRA
+    memory = most = size + _HOLDER_EXTRA
     arguments = [
         "--host=$(POD_IP)",
         f"--port={names.STORE_CLIENT_PORT}",
@@ -96,6 +101,7 @@ def build_holder(blueprint: Blueprint, role: Role) -> list[Manifest]:
     if store.disk is not None:
         disk = int(parse_quantity(store.disk))
         memory += _DISK_BUFFER + disk // 2048
+        most = max(memory, most + _DISK_BUFFER + _NODE_BYTES * _count_nodes(_count_disk_bytes(disk)))
         settings |= disk_settings(disk)
         arguments += ["--enable_offload=true", "--minloglevel=1"]  # it would write a line for every read
         settle = 2 + (_CLIENT_SECONDS if store.master is None else _OTHERS_CLIENT_SECONDS)
@@ -109,7 +115,7 @@ def build_holder(blueprint: Blueprint, role: Role) -> list[Manifest]:
         | {
             "restartPolicy": "Always",
             "env": [ip, *({"name": name, "value": value} for name, value in settings.items())],
-            "resources": {"requests": {"cpu": "100m", "memory": str(memory)}, "limits": {"memory": str(memory)}},
+            "resources": {"requests": {"cpu": "100m", "memory": str(memory)}, "limits": {"memory": str(most)}},
             "volumeMounts": mounts,
         }
     ]
@@ -144,6 +150,11 @@ def _count_disk_bytes(size: int) -> int:
     return size - size // _DISK_HEAD_ROOM
 
 
+def _count_nodes(file: int) -> int:
+    """Records that a holder can have in such a file."""
+    return min(_MOST_NODES, 2 * file // _LEAST_RECORD)
+
+
 def disk_settings(size: int) -> dict[str, str]:
     """The environment of a holder with a volume of `size` bytes: one file that is allocated at the start, so that it
     cannot run full later, and out of which goes first what was written first. Its names are kept beside it, for a
@@ -162,7 +173,7 @@ def disk_settings(size: int) -> dict[str, str]:
         "MOONCAKE_OFFSET_PERSIST_MODE": "relaxed",
         "MOONCAKE_OFFSET_PERSIST_INTERVAL_SECONDS": "60",  # a hundred bytes for each block that is there
         "MOONCAKE_OFFSET_RECORD_CRC": "0",
-        "MOONCAKE_OFFSET_MAX_CAPACITY_NODES": str(min(_MOST_NODES, 2 * file // _LEAST_RECORD)),
+        "MOONCAKE_OFFSET_MAX_CAPACITY_NODES": str(_count_nodes(file)),
     }
 
 
@@ -200,19 +211,20 @@ def _build_service(blueprint: Blueprint) -> Manifest:
 
 
 def _build_master(blueprint: Blueprint) -> Manifest:
-    role = blueprint.decode_role
+    role, disks = blueprint.decode_role, build_disk(blueprint)
     arguments = [
         f"--rpc_port={names.STORE_MASTER_PORT}",
         "--metrics_host=127.0.0.1",
         f"--metrics_port={names.STORE_HEALTH_PORT}",
         f"--default_kv_lease_ttl={_LEASE_MILLISECONDS}",
         f"--client_ttl={_CLIENT_SECONDS}",
-        *(["--enable_offload=true"] if build_disk(blueprint) else []),
+        *(["--enable_offload=true"] if disks else []),
     ]
+    most = _MASTER_MEMORY_OF_DISKS if disks else _MASTER_MEMORY
     port = {"name": MASTER, "containerPort": names.STORE_MASTER_PORT, "protocol": "TCP"}
     container = _container(blueprint, MASTER, blueprint.image_of(role), ["mooncake_master"], arguments) | {
         "ports": [port],
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": most}},
         "readinessProbe": {"tcpSocket": {"port": MASTER}, "periodSeconds": 2, "failureThreshold": 2},
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }

@@ -3,6 +3,7 @@ waits for what does not come, and what has failed comes back without a hand."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -28,7 +29,7 @@ from tandem_worker.tiers.health import Cause
 from tandem_worker.tiers.mooncake import client, objects, tier
 from tandem_worker.tiers.mooncake.notes import Note, Notes
 from tandem_worker.tiers.mooncake.program import is_answered
-from tandem_worker.tiers.mooncake.tier import StoreTier
+from tandem_worker.tiers.mooncake.tier import RESTART_AFTER, StoreTier
 
 from tests.mooncake.processes import Program, build_holder, build_master, find_port, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -223,6 +224,18 @@ def test_why_nobody_answers_is_told_in_the_words_of_who_knows(tmp_path: Path) ->
     text = "no mooncake_client answers at 127.0.0.1:9: no master answers at mooncake.kv:1"
     assert unstarted.health.cause == Cause(STORE_HOLDER_FAILED, text)
     unstarted._fail(TierError(STORE_FROZEN, "put has not returned for 3 s"), hangs=True)
+    assert unstarted.health.cause == Cause(STORE_FROZEN, "put has not returned for 3 s")
+
+
+def test_a_worker_that_cannot_leave_word_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(notes: Notes) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Notes, "ask_restart", fail)
+    memory: Any = SimpleNamespace(layer_bytes=(32,))
+    unstarted = StoreTier("127.0.0.1:9", KEY, memory, 4, notes=tmp_path)
+    for _ in range(RESTART_AFTER + 1):
+        unstarted._fail(TierError(STORE_FROZEN, "put has not returned for 3 s"), hangs=True)
     assert unstarted.health.cause == Cause(STORE_FROZEN, "put has not returned for 3 s")
 
 

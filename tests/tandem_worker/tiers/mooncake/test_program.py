@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tandem_worker.tiers.errors import STORE_DISK_FULL, STORE_HOLDER_FAILED
 from tandem_worker.tiers.mooncake import program
 from tandem_worker.tiers.mooncake.notes import Note, Notes
-from tandem_worker.tiers.mooncake.program import Supervisor, is_answered, parse
+from tandem_worker.tiers.mooncake.program import Supervisor, count_allocated, is_answered, parse
 
 from tests.mooncake.library import plan_environment
 from tests.mooncake.processes import find_port
@@ -170,6 +173,84 @@ def test_a_file_that_has_all_of_its_blocks_cannot_run_full(
     note = build_supervisor(tmp_path, 1 << 20)._find_fault()
     assert (note is not None) is full
     assert note is None or note.reason == STORE_DISK_FULL
+
+
+def build_above(script: Path, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Supervisor:
+    """A process above a shell script."""
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(program, "find_mooncake_program", lambda name: script)
+    monkeypatch.setattr(program, "_WORDS_SECONDS", 0.1)
+    return Supervisor(parse([*options, "mooncake_client"]))
+
+
+def test_one_that_has_ended_is_missed_though_another_process_holds_its_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = build_above(tmp_path / "run", f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 3", monkeypatch)
+    assert supervisor._run_once() == "has ended with status 3"
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_one_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = build_above(tmp_path / "run", "", monkeypatch)
+    (tmp_path / "run").chmod(0o600)
+    assert "Permission denied" in supervisor._run_once()
+
+
+def test_what_was_asked_before_a_start_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, notes = build_above(tmp_path / "run", "exit 0", monkeypatch, f"--notes={tmp_path}"), Notes(tmp_path)
+    notes.touch()
+    assert notes.ask_restart()
+    supervisor._run_once()
+    assert not notes.take_restart()
+
+
+def test_what_is_written_without_end_is_handed_on_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=stream))
+    said = b"x" * (1 << 20) + b"\nE1126 05:00:00.000000 1 a.cpp:1] it is over\n"
+    supervisor: Any = build_supervisor(tmp_path, 0)
+    supervisor._read_words(SimpleNamespace(stderr=io.BytesIO(said)))
+    assert b"".join(written) == said
+    assert max(map(len, written)) <= 64 << 10
+    assert supervisor._words == "it is over"
+
+
+def test_notes_that_cannot_be_left_are_told_once_and_end_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").touch()
+    supervisor = Supervisor(parse([f"--notes={tmp_path / 'full' / 'notes'}", "mooncake_client"]))
+    for _ in range(3):
+        supervisor._touch()
+        supervisor._note(Note(STORE_DISK_FULL, "there is no room"))
+        assert not supervisor._is_restart_asked()
+    assert capsys.readouterr().err.splitlines() == [
+        f"no word can be left for the worker: [Errno 20] Not a directory: '{tmp_path / 'full' / 'notes'}'",
+        "there is no room",
+    ]
+
+
+def test_a_full_disk_is_said_once_however_much_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor(parse(["mooncake_client"]))
+    for left in range(5):
+        supervisor._note(Note(STORE_DISK_FULL, f"{left} MiB left"))
+    supervisor._note(None)
+    supervisor._note(Note(STORE_DISK_FULL, "9 MiB left"))
+    assert capsys.readouterr().err == "0 MiB left\n9 MiB left\n"
+
+
+def test_files_that_go_while_they_are_counted_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "names").symlink_to(tmp_path / "gone")
+    (tmp_path / "kv_cache.data").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert count_allocated(tmp_path) == 1 << 20
+    monkeypatch.setattr(program, "count_free", lambda folder: 0)
+    note = build_supervisor(tmp_path / "none", 1 << 20)._find_fault()
+    assert note is not None
+    assert note.reason == STORE_HOLDER_FAILED
 
 
 def test_what_is_said_is_read_and_taken_back(tmp_path: Path) -> None:

@@ -9,15 +9,17 @@ stopped to answer. A probe of the kubelet's would not see that: the kernel accep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +35,10 @@ LEAST_FREE_BYTES = 16 << 20
 _LOOK_SECONDS = 2.0
 _END_SECONDS = 5.0
 """For so long a program that is told to end may take."""
+_WORDS_SECONDS = 1.0
+"""For so long its last words may take once it has ended: a process of its own may hold their pipe open."""
+_MOST_LINE = 16 << 10
+"""Bytes of what it writes that are read at a time, if no line ends before."""
 _SHORTEST, _LONGEST = 1.0, 15.0
 """Seconds before it is tried again: more with each time that it lasted no longer than that."""
 _WORDS = re.compile(rb"[EF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] +(.*)")
@@ -102,6 +108,8 @@ class Supervisor:
         self._words, self._meaning = "", ""
         """Why it ends: what it said last, and what was understood of all that it said."""
         self._noted: Note | None = None
+        self._obstacles: set[str] = set()
+        """Why notes could not be left, as far as people were told."""
 
     def run(self) -> None:
         """Until SIGTERM or SIGINT, on the main thread."""
@@ -115,15 +123,15 @@ class Supervisor:
                 self._note(obstacle)
                 self._sleep(_LONGEST if obstacle.reason == STORE_MISSING else _LOOK_SECONDS)
                 continue
-            if self._options.disk is not None and any(self._options.disk.iterdir()):
+            if self._options.disk is not None and has_files(self._options.disk):
                 self._sleep(self._options.settle_seconds)
             began = time.monotonic()
-            code = None if self._over.is_set() else self._run_once()
+            ended = "" if self._over.is_set() else self._run_once()
             if not self._over.is_set():
                 pause = _SHORTEST if time.monotonic() - began > _LONGEST else min(2 * pause, _LONGEST)
                 words = self._meaning or self._words
                 words = f": {words}" if words else ""
-                text = f"{self._name} has ended with status {code}, and is started again in {pause:g} s{words}"
+                text = f"{self._name} {ended}, and is started again in {pause:g} s{words}"
                 self._note(Note(STORE_HOLDER_FAILED, text))
                 self._sleep(pause)
 
@@ -149,17 +157,24 @@ class Supervisor:
         text = f"the node's disk has {free >> 20} MiB left, and what spec.kv.store.disk asks for needs {missing >> 20}"
         return Note(STORE_DISK_FULL, f"{text} MiB more: make room, or ask for less")
 
-    def _run_once(self) -> int:
-        """Its exit status."""
+    def _run_once(self) -> str:
+        """How it ended."""
         self._words = self._meaning = ""
-        program = str(find_mooncake_program(self._name))
-        process = subprocess.Popen([program, *self._options.command[1:]], stderr=subprocess.PIPE)
+        self._is_restart_asked()  # what was asked of the one before is done
+        try:
+            program = str(find_mooncake_program(self._name))
+            process = subprocess.Popen([program, *self._options.command[1:]], stderr=subprocess.PIPE)
+        except OSError as error:
+            return f"cannot be started ({error})"
         self._process, ended = process, threading.Event()
         if self._over.is_set():
             process.terminate()
-        threading.Thread(target=self._read_words, args=(process, ended), daemon=True).start()
+        reader = threading.Thread(target=self._read_words, args=(process,), daemon=True)
+        reader.start()
+        threading.Thread(target=_wait_for, args=(process, ended), daemon=True).start()
         self._look_after(process, ended)
-        return process.wait()
+        reader.join(_WORDS_SECONDS)
+        return f"has ended with status {process.returncode}"
 
     def _look_after(self, process: subprocess.Popen[bytes], ended: threading.Event) -> None:
         """Until it has ended, or was."""
@@ -172,7 +187,7 @@ class Supervisor:
                 told = told or now
                 if now - told > _END_SECONDS:
                     process.kill()
-            elif self._options.notes is not None and self._options.notes.take_restart():
+            elif self._is_restart_asked():
                 self._stop(process, "its worker could make no call, and has asked for it")
             elif port is None:
                 continue
@@ -189,16 +204,22 @@ class Supervisor:
     def _find_fault(self) -> Note | None:
         """What is wrong though it runs."""
         disk, size = self._options.disk, self._options.disk_bytes
-        if disk is None or count_allocated(disk) >= size or count_free(disk) >= LEAST_FREE_BYTES:
+        if disk is None:
             return None
-        text = f"the disk of spec.kv.store.disk is full: its node has {count_free(disk) >> 20} MiB left"
+        try:
+            free = count_free(disk)
+            if free >= LEAST_FREE_BYTES or count_allocated(disk) >= size:
+                return None
+        except OSError as error:
+            return Note(STORE_HOLDER_FAILED, f"the volume of spec.kv.store.disk cannot be looked at: {error}")
+        text = f"the disk of spec.kv.store.disk is full: its node has {free >> 20} MiB left"
         return Note(STORE_DISK_FULL, text)
 
-    def _read_words(self, process: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    def _read_words(self, process: subprocess.Popen[bytes]) -> None:
         """Hands on what it writes, and keeps what it said last of errors."""
         assert process.stderr is not None, "it was started with a pipe"
         with process.stderr:
-            for line in process.stderr:
+            while line := process.stderr.readline(_MOST_LINE):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
                 said = _WORDS.match(line)
@@ -206,7 +227,6 @@ class Supervisor:
                     self._words = said.group(1).decode(errors="replace")[:300]
                     meaning = next((text for key, text in _MEANINGS.items() if key in self._words), "")
                     self._meaning = meaning.format(master=self._master) or self._meaning
-        ended.set()
 
     def _sleep(self, seconds: float) -> None:
         self._touch()
@@ -214,16 +234,46 @@ class Supervisor:
 
     def _touch(self) -> None:
         if self._options.notes is not None:
-            self._options.notes.touch()
+            self._leave(self._options.notes.touch)
+
+    def _is_restart_asked(self) -> bool:
+        notes = self._options.notes
+        return notes is not None and bool(self._leave(notes.take_restart))
 
     def _note(self, note: Note | None) -> None:
         """For the worker, and where it is new for people."""
-        if self._options.notes is not None:
-            self._options.notes.say(note)
-        if note is not None and note != self._noted:
-            sys.stderr.write(f"{note.message}\n")
-            sys.stderr.flush()
+        notes, before = self._options.notes, self._noted
+        if notes is not None:
+            self._leave(lambda: notes.say(note))
+        # How much room is left changes with every look.
+        same = note == before or (
+            note is not None and before is not None and note.reason == before.reason == STORE_DISK_FULL
+        )
+        if note is not None and not same:
+            _say(note.message)
         self._noted = note
+
+    def _leave(self, act: Callable[[], object]) -> object:
+        """What this does to the notes. A volume that takes none is told to people, once: it may be the full one that
+        there is word of, and a holder that runs is no worse for it."""
+        try:
+            return act()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if reason not in self._obstacles:
+                self._obstacles.add(reason)
+                _say(f"no word can be left for the worker: {error}")
+            return None
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+
+
+def _wait_for(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    process.wait()
+    ended.set()
 
 
 def is_answered(port: int) -> bool:
@@ -237,9 +287,22 @@ def is_answered(port: int) -> bool:
         return False
 
 
+def has_files(folder: Path) -> bool:
+    """Whether there is anything; a folder that cannot be looked at has nothing."""
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
+
+
 def count_allocated(folder: Path) -> int:
-    """Bytes that files of a folder take of its volume."""
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+    """Bytes that files of a folder take of its volume. Raises OSError."""
+    total = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # Mooncake replaces files
+            status = path.stat()
+            total += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def count_free(folder: Path) -> int:

@@ -340,7 +340,14 @@ class StoreTier:
             error = TierError(note.reason, f"{error}: {note.message}")
         self.health.fail(error)
         self._unanswered = self._unanswered + 1 if hangs else 0
-        if self._unanswered >= RESTART_AFTER and self._notes is not None and self._notes.ask_restart():
+        if self._unanswered < RESTART_AFTER or self._notes is None:
+            return
+        try:
+            asked = self._notes.ask_restart()
+        except OSError as failure:  # a full disk, say: the tier stays off, and asks again
+            logger.warning("the holder of the store cannot be told to start again: %s", failure)
+            return
+        if asked:
             self._unanswered = 0
             logger.error("the holder of the store is to be started again: %s", error)
 
