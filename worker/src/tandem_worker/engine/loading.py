@@ -219,16 +219,21 @@ class OfferDesk:
             self._cache.ask_again()
             self._sink.offered(None)
             return
-        if self._below and hottest:
-            self._scheduler.blocks.free_newest(count)
-        take = self._cache.take_hottest if hottest else self._cache.take_coldest
-        taken = take(count, self._sink.passes)
+        taken = self._take_hottest(count) if hottest else self._cache.take_coldest(count, self._sink.passes)
         if not taken:
             self._sink.offered(None)
             return
         ids = tuple(block for block, _ in taken)
         self._scheduler.hooks.make_moves(False)
         self._sink.offered(Offer(block_ids=ids, names=tuple(name for _, name in taken), fence=self._fence()))
+
+    def _take_hottest(self, count: int) -> list[tuple[int, bytes]]:
+        """Nothing only where the sink wants nothing of all that is idle: it asks no more then."""
+        while True:
+            freed = self._scheduler.blocks.free_newest(count) if self._below else 0
+            taken = self._cache.take_hottest(count, self._sink.passes)
+            if taken or not (freed or self._cache.has_unexamined):
+                return taken
 
     def take_back(self, offer: Offer) -> None:
         """As `TierEngine.hand_back`."""
