@@ -470,3 +470,22 @@ def test_others_write_when_earlier_copies_to_the_host_are_made(make: Make, monke
     rig.wait()
     assert rig.out.tokens("b") == greedy_answer(OTHER, 8)
     assert (0, False) not in events, "what is settled is not waited for again"
+
+
+@pytest.mark.parametrize(("told", "asked"), [(0, [3, 2]), (8, [3]), (12, [3]), (16, [3, 2])])
+def test_a_worker_that_has_no_more_is_not_asked_for_the_rest(
+    make: Make, monkeypatch: pytest.MonkeyPatch, told: int, asked: list[int]
+) -> None:
+    """A disk brought 12 tokens; the gateway names a worker, which has so many by what it says (0: it does not)."""
+    rig, tier = make()
+    runs = [Run(count=3, seconds=0.0), Run(count=2, seconds=0.0, hearsay=True)]
+    monkeypatch.setattr(tier, "find", lambda names, *_: runs[len(tier.orders)])
+    rig.submit("a", PROMPT, kv_source="10.0.0.7:7000", kv_source_tokens=told)
+    tier.await_start()
+    tier.bring(0, 0, 3)
+    if len(asked) > 1:
+        tier.await_start()
+        tier.bring(1, 3, 2)
+    rig.wait()
+    assert [len(order.names) for order in tier.orders] == asked
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)

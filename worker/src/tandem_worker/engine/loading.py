@@ -69,7 +69,8 @@ class LoadDesk:
             if self._may_ask(sequence, most):
                 return self._ask(sequence, names[start:most], matched, below, seconds_per_block)
             run = run.otherwise
-        if run is None:
+        says_no_more = run is not None and run.hearsay and held is not None and held <= 0
+        if run is None or says_no_more:
             sequence.load_tried = True
             return False
         total = start + run.count
