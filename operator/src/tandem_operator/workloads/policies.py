@@ -102,7 +102,8 @@ def _store_rules(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
 
 
 def _master_urls(master: str) -> list[str]:
-    """URLs at which the master is asked. One that etcd knows is taken to listen, wherever it is, at the port that ours has."""
+    """URLs at which the master is asked. One that etcd knows is taken to listen, wherever it is, at the port that ours
+    has."""
     scheme, found, rest = master.rpartition("://")
     if not found:
         return [f"//{rest}"]
