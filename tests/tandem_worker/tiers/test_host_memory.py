@@ -77,6 +77,24 @@ def test_at_the_end_everything_passes_through_the_host_to_the_disk(tmp_path: Pat
     again.close()
 
 
+def test_the_disk_is_fed_from_the_smallest_host_memory_too(tmp_path: Path) -> None:
+    """64 MiB are a dozen blocks of a large model."""
+    rig = DiskRig(tmp_path, num_blocks=40, host_blocks=12)
+    for number in range(6):
+        rig.run(f"a{number}", make_prompt(number))
+        wait_until(lambda: not rig.is_due)
+    assert rig.written > 0
+    assert rig.tier.flush(5.0)
+    for number in range(3, 6):
+        assert rig.run(f"b{number}", make_prompt(number)) == greedy_answer(make_prompt(number), 8)
+    rig.close()
+    again = DiskRig(tmp_path, num_blocks=40, host_blocks=12)
+    for number in range(3, 6):
+        assert again.run(f"c{number}", make_prompt(number)) == greedy_answer(make_prompt(number), 8)
+        assert again.cached(f"c{number}") == 40
+    again.close()
+
+
 @pytest.mark.parametrize("host_blocks", [0, 100])
 def test_at_the_end_what_the_disk_has_hides_nothing_that_it_lacks(
     tmp_path: Path, host_blocks: int, monkeypatch: pytest.MonkeyPatch

@@ -215,7 +215,9 @@ class OfferDesk:
     def offer(self, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`. Nothing is offered where requests may want the blocks meanwhile."""
         blocks = self._blocks
-        count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
+        # In host memory nobody waits for a block, and there may be only a few.
+        left = min(_LEAST_LEFT, blocks.num_blocks // 2) if self._below else _LEAST_LEFT
+        count = min(count, (blocks.num_available - left) // 2, max(1, blocks.num_blocks // 16))
         if count <= 0:
             self._cache.ask_again()
             self._sink.offered(None)
