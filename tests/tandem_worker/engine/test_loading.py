@@ -489,3 +489,14 @@ def test_a_worker_that_has_no_more_is_not_asked_for_the_rest(
     rig.wait()
     assert [len(order.names) for order in tier.orders] == asked
     assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+
+
+def test_what_a_step_that_ended_early_left_is_waited_for_too(make: Make) -> None:
+    """It was abandoned between layers, whose copies are not made then; others than steps write next."""
+    rig, _ = make(host_blocks=50)
+    rig.engine._executor.move_blocks(Moves(out=((1, 1),), into=()))
+    pool = rig.engine.host_pool
+    assert pool is not None
+    assert pool.is_pending
+    rig.engine._scheduler.hooks.make_moves(False)
+    assert not pool.is_pending

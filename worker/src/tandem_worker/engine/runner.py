@@ -280,20 +280,19 @@ class StepRunner:
 
     def _make_moves(self, others_write: bool) -> None:
         """As `Hooks.make_moves`. Whatever is launched next finds what was fetched, in every layer."""
-        if self._launch_moves(others_write=others_write):
-            self.executor.await_fetches()
+        self._launch_moves(others_write=others_write)
+        self.executor.await_fetches()  # also what a step waits for that failed, or was abandoned
 
-    def _launch_moves(self, *, others_write: bool) -> bool:
+    def _launch_moves(self, *, others_write: bool) -> None:
         moves = self.scheduler.take_moves()
         if moves is None:
             if not (others_write and self._copying):
-                return False
+                return
             moves = NO_MOVES  # a block may have been let go of while it was copied
         if others_write and self.outputs.deltas:
             self._hand_over()  # they would wait for what is waited for
         self.executor.move_blocks(moves, lane=self._lane, settle=others_write)
         self._copying = not others_write
-        return True
 
     def _guess_with_head(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """The head writes to blocks while the step is planned, some of which others have given up for that."""
