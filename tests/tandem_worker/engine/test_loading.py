@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import SequenceState
 from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
@@ -88,7 +89,8 @@ def make() -> Iterator[Callable[..., tuple[Rig, ScriptedTier]]]:
     rigs: list[Rig] = []
 
     def build(num_blocks: int = 64, **options: object) -> tuple[Rig, ScriptedTier]:
-        rig = Rig(HistoryModel(), num_blocks, scheduler=options.pop("scheduler", None))  # type: ignore[arg-type]
+        host_blocks, scheduler = options.pop("host_blocks", 0), options.pop("scheduler", None)
+        rig = Rig(HistoryModel(), num_blocks, host_blocks=host_blocks, scheduler=scheduler)  # type: ignore[arg-type]
         rigs.append(rig)
         return rig, ScriptedTier(rig, **options)  # type: ignore[arg-type]
 
@@ -440,3 +442,61 @@ def test_what_comes_after_a_whole_load_is_loaded_once_more(valid: int) -> None:
     assert rig.out.last("a").num_cached_tokens == (16 if valid == 2 else 4)
     rig.close()
     assert rig.engine._scheduler.blocks.num_held == 0
+
+
+def test_others_write_when_earlier_copies_to_the_host_are_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were let go of while they are copied out are free: nothing has to be copied for who gets them."""
+    rig, tier = make(num_blocks=30, has=(OTHER,), host_blocks=50)
+    rig.run("a", PROMPT)
+    engine, events = rig.engine, list[object]()
+    move, start = engine._executor.move_blocks, tier.start_load
+
+    def watch_moves(moves: Moves, *, lane: int = 0, settle: bool = False) -> None:
+        events.append((len(moves.out), settle))
+        move(moves, lane=lane, settle=settle)
+
+    def watch_start(order: LoadOrder) -> None:
+        events.append("load")
+        start(order)
+
+    monkeypatch.setattr(engine._executor, "move_blocks", watch_moves)
+    monkeypatch.setattr(tier, "start_load", watch_start)
+    engine._scheduler.blocks.free_newest(3)
+    engine._scheduler.hooks.make_moves(False)
+    rig.submit("b", OTHER)
+    tier.await_start()
+    assert events == [(3, False), (0, True), "load"]
+    tier.bring(0, 0, 5)
+    rig.wait()
+    assert rig.out.tokens("b") == greedy_answer(OTHER, 8)
+    assert (0, False) not in events, "what is settled is not waited for again"
+
+
+@pytest.mark.parametrize(("told", "asked"), [(0, [3, 2]), (8, [3]), (12, [3]), (16, [3, 2])])
+def test_a_worker_that_has_no_more_is_not_asked_for_the_rest(
+    make: Make, monkeypatch: pytest.MonkeyPatch, told: int, asked: list[int]
+) -> None:
+    """A disk brought 12 tokens; the gateway names a worker, which has so many by what it says (0: it does not)."""
+    rig, tier = make()
+    runs = [Run(count=3, seconds=0.0), Run(count=2, seconds=0.0, hearsay=True)]
+    monkeypatch.setattr(tier, "find", lambda names, *_: runs[len(tier.orders)])
+    rig.submit("a", PROMPT, kv_source="10.0.0.7:7000", kv_source_tokens=told)
+    tier.await_start()
+    tier.bring(0, 0, 3)
+    if len(asked) > 1:
+        tier.await_start()
+        tier.bring(1, 3, 2)
+    rig.wait()
+    assert [len(order.names) for order in tier.orders] == asked
+    assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
+
+
+def test_what_a_step_that_ended_early_left_is_waited_for_too(make: Make) -> None:
+    """It was abandoned between layers, whose copies are not made then; others than steps write next."""
+    rig, _ = make(host_blocks=50)
+    rig.engine._executor.move_blocks(Moves(out=((1, 1),), into=()))
+    pool = rig.engine.host_pool
+    assert pool is not None
+    assert pool.is_pending
+    rig.engine._scheduler.hooks.make_moves(False)
+    assert not pool.is_pending

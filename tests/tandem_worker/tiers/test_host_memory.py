@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_worker.engine.contract import EngineStats, HostStats
+from tandem_worker.engine.schedule import idle
 from tandem_worker.process.tiers import describe_host, describe_tier
 
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -74,6 +75,46 @@ def test_at_the_end_everything_passes_through_the_host_to_the_disk(tmp_path: Pat
         assert again.cached(f"b{number}") == 40
     assert again.tier.stats().tokens_read == 40 * 6
     again.close()
+
+
+def test_the_disk_is_fed_from_the_smallest_host_memory_too(tmp_path: Path) -> None:
+    """64 MiB are a dozen blocks of a large model."""
+    rig = DiskRig(tmp_path, num_blocks=40, host_blocks=12)
+    for number in range(6):
+        rig.run(f"a{number}", make_prompt(number))
+        wait_until(lambda: not rig.is_due)
+    assert rig.written > 0
+    assert rig.tier.flush(5.0)
+    for number in range(3, 6):
+        assert rig.run(f"b{number}", make_prompt(number)) == greedy_answer(make_prompt(number), 8)
+    rig.close()
+    again = DiskRig(tmp_path, num_blocks=40, host_blocks=12)
+    for number in range(3, 6):
+        assert again.run(f"c{number}", make_prompt(number)) == greedy_answer(make_prompt(number), 8)
+        assert again.cached(f"c{number}") == 40
+    again.close()
+
+
+@pytest.mark.parametrize("host_blocks", [0, 100])
+def test_at_the_end_what_the_disk_has_hides_nothing_that_it_lacks(
+    tmp_path: Path, host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came from the disk was used last: there is more below it in the device's memory, and further than is looked
+    at in one go."""
+    monkeypatch.setattr(idle, "_MOST_EXAMINED", 4)
+    known, others = make_prompt(0), [make_prompt(seed) for seed in range(1, 4)]
+    first = DiskRig(tmp_path, num_blocks=60, host_blocks=host_blocks)
+    first.run("a", known)
+    assert first.tier.flush(5.0)
+    first.close()
+    rig = DiskRig(tmp_path, num_blocks=60, host_blocks=host_blocks)
+    for number, prompt in enumerate(others):
+        rig.run(f"b{number}", prompt)
+    rig.run("c", known)
+    assert rig.tier.stats().tokens_read == 40
+    assert rig.tier.flush(5.0)
+    assert rig.written == 12 * 3
+    rig.close()
 
 
 REQUESTS = st.lists(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tandem_worker.engine.execute import memory
 from tandem_worker.engine.execute.memory import (
     observe_available_memory,
     plan_gpu_kv_memory,
@@ -10,6 +11,9 @@ from tandem_worker.engine.execute.memory import (
     plan_num_blocks,
 )
 from tandem_worker.host.errors import StartupError
+
+from tests.tandem_worker.engine.history_model import HistoryModel
+from tests.tandem_worker.engine.rig import BLOCK_SIZE, build_config
 
 
 def test_blocks_fill_the_memory() -> None:
@@ -47,5 +51,14 @@ def test_available_memory_is_what_machine_and_cgroup_leave(tmp_path: Path) -> No
     assert observe_available_memory(tmp_path, meminfo) == 4_096_000
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\nactive_file 90000\n")
     assert observe_available_memory(tmp_path, meminfo) == 500_000
+    assert observe_available_memory(tmp_path, meminfo, beside_gpu=True) == 590_000
+
+
+def test_cached_weights_take_nothing_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read twice at every start, to be summed and to be copied to the device."""
+    config, model = build_config(8, 64, host_blocks=7), HistoryModel()
+    assert model.kv_cache_spec(BLOCK_SIZE).bytes_per_block == 64
+    monkeypatch.setattr(memory, "observe_available_memory", lambda *, beside_gpu: 512 if beside_gpu else 511)
+    assert memory.observe_num_host_blocks(model, config) == 8

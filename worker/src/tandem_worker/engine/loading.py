@@ -69,7 +69,8 @@ class LoadDesk:
             if self._may_ask(sequence, most):
                 return self._ask(sequence, names[start:most], matched, below, seconds_per_block)
             run = run.otherwise
-        if run is None:
+        says_no_more = run is not None and run.hearsay and held is not None and held <= 0
+        if run is None or says_no_more:
             sequence.load_tried = True
             return False
         total = start + run.count
@@ -214,21 +215,28 @@ class OfferDesk:
     def offer(self, count: int, *, hottest: bool) -> None:
         """As `TierEngine.offer_blocks`. Nothing is offered where requests may want the blocks meanwhile."""
         blocks = self._blocks
-        count = min(count, (blocks.num_available - _LEAST_LEFT) // 2, max(1, blocks.num_blocks // 16))
+        # In host memory nobody waits for a block, and there may be only a few.
+        left = min(_LEAST_LEFT, blocks.num_blocks // 2) if self._below else _LEAST_LEFT
+        count = min(count, (blocks.num_available - left) // 2, max(1, blocks.num_blocks // 16))
         if count <= 0:
             self._cache.ask_again()
             self._sink.offered(None)
             return
-        if self._below and hottest:
-            self._scheduler.blocks.free_newest(count)
-        take = self._cache.take_hottest if hottest else self._cache.take_coldest
-        taken = take(count, self._sink.passes)
+        taken = self._take_hottest(count) if hottest else self._cache.take_coldest(count, self._sink.passes)
         if not taken:
             self._sink.offered(None)
             return
         ids = tuple(block for block, _ in taken)
         self._scheduler.hooks.make_moves(False)
         self._sink.offered(Offer(block_ids=ids, names=tuple(name for _, name in taken), fence=self._fence()))
+
+    def _take_hottest(self, count: int) -> list[tuple[int, bytes]]:
+        """Nothing only where the sink wants nothing of all that is idle: it asks no more then."""
+        while True:
+            freed = self._scheduler.blocks.free_newest(count) if self._below else 0
+            taken = self._cache.take_hottest(count, self._sink.passes)
+            if taken or not (freed or self._cache.has_unexamined):
+                return taken
 
     def take_back(self, offer: Offer) -> None:
         """As `TierEngine.hand_back`."""

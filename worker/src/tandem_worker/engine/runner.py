@@ -19,7 +19,7 @@ from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.output_processor import OutputProcessor
 from tandem_worker.engine.remote_prefills import RemotePrefills
 from tandem_worker.engine.sample.state import SamplingState
-from tandem_worker.engine.schedule.host_cache import is_fetching_sooner
+from tandem_worker.engine.schedule.host_cache import NO_MOVES, is_fetching_sooner
 from tandem_worker.engine.schedule.meter import SpeedMeter, Totals, WorkMeter
 from tandem_worker.engine.schedule.params import FinishReason
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -108,6 +108,8 @@ class StepRunner:
         self._runs_ahead = runs_ahead
         self._hand_over = hand_over
         self._lane = lane
+        self._copying = False
+        """Copies to host memory or back may be under way that others than steps do not wait for."""
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
@@ -278,17 +280,19 @@ class StepRunner:
 
     def _make_moves(self, others_write: bool) -> None:
         """As `Hooks.make_moves`. Whatever is launched next finds what was fetched, in every layer."""
-        if self._launch_moves(others_write=others_write):
-            self.executor.await_fetches()
+        self._launch_moves(others_write=others_write)
+        self.executor.await_fetches()  # also what a step waits for that failed, or was abandoned
 
-    def _launch_moves(self, *, others_write: bool) -> bool:
+    def _launch_moves(self, *, others_write: bool) -> None:
         moves = self.scheduler.take_moves()
         if moves is None:
-            return False
+            if not (others_write and self._copying):
+                return
+            moves = NO_MOVES  # a block may have been let go of while it was copied
         if others_write and self.outputs.deltas:
             self._hand_over()  # they would wait for what is waited for
         self.executor.move_blocks(moves, lane=self._lane, settle=others_write)
-        return True
+        self._copying = not others_write
 
     def _guess_with_head(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """The head writes to blocks while the step is planned, some of which others have given up for that."""

@@ -160,6 +160,7 @@ def _compute_steps(
             continue
         if kind is MessageKind.HEAD:
             assert obey is not None, "only ranks with a draft head are told of it"
+            executor.await_fetches()  # a head writes to blocks whose content may still be on its way to the host
             obey(payload)
             continue
         if kind is MessageKind.MOVES:

@@ -75,8 +75,11 @@ def _plan_rest(
     found: Sequence[tuple[BlockSource, Run, int, float]], own: int, wanted: int, seconds_per_block: float | None
 ) -> tuple[tuple[float, bool, float], int]:
     """Seconds until all that is wanted is there, if the source `own` is taken first, and how many blocks another one
-    brings then: where two plans take as long, the one of a single load is the better one. Where nobody knows what
-    computing takes, who has most comes first. Nobody follows then, or one that may bring less than it is asked for."""
+    brings then. Of two plans that take as long, the one of a single load is the better one.
+
+    Where nobody knows what computing takes, who has most comes first. Nobody follows then, or one that may bring less
+    than it is asked for.
+    """
     _, run, count, seconds = found[own]
     if seconds_per_block is None:
         return (-count, False, seconds), 0

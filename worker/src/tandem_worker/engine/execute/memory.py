@@ -87,7 +87,7 @@ def plan_gpu_kv_memory(free_bytes: int, arena_bytes: int | None) -> int:
 def observe_num_host_blocks(model: CausalLM, config: WorkerConfig) -> int:
     """Blocks of host memory that this process is to have, block 0 included. The ranks of a pod share what is free."""
     bytes_per_block = model.kv_cache_spec(config.kv.block_size).bytes_per_block
-    free = observe_available_memory() // config.group.ranks_per_node
+    free = observe_available_memory(beside_gpu=True) // config.group.ranks_per_node
     return plan_num_host_blocks(config.kv.host_memory_bytes, bytes_per_block, free)
 
 
@@ -105,19 +105,23 @@ def observe_kv_memory(device: torch.device, arena_bytes: int | None = None) -> i
     return min(int(observe_available_memory() * _CPU_FRACTION), _CPU_LIMIT)
 
 
-def observe_available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that this process may still take: what the machine has free, or less under a cgroup (v2) limit."""
+def observe_available_memory(
+    cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo"), *, beside_gpu: bool = False
+) -> int:
+    """Bytes that this process may still take: what the machine has free, or less under a cgroup (v2) limit.
+
+    File cache counts as current use but gives way. What was read twice does so only `beside_gpu`: those are the
+    weights, of which a copy is on the device there, and which a CPU may compute with as they are mapped.
+    """
     available = _GIB
     for line in _read(meminfo).splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     limit = _read(cgroup / "memory.max").strip()
     if limit.isdigit():
-        # File cache counts as current use but gives way.
-        reclaimable = 0
-        for line in _read(cgroup / "memory.stat").splitlines():
-            if line.startswith("inactive_file "):
-                reclaimable = int(line.split()[1])
+        caches = {"inactive_file", "active_file"} if beside_gpu else {"inactive_file"}
+        fields = (line.split() for line in _read(cgroup / "memory.stat").splitlines())
+        reclaimable = sum(int(value) for name, value in fields if name in caches)
         current = int(_read(cgroup / "memory.current").strip() or 0)
         available = min(available, max(0, int(limit) - current + reclaimable))
     return available

@@ -27,6 +27,9 @@ class Moves:
         return bool(self.out or self.into)
 
 
+NO_MOVES = Moves(out=(), into=())
+
+
 @dataclass(slots=True)
 class HostCounts:
     """Since the start."""

@@ -73,6 +73,11 @@ class WatchedCache(PrefixCache):
         self._num_examined -= self._serials[block] < self._boundary
         self._serials[block] = 0
 
+    @property
+    def has_unexamined(self) -> bool:
+        """Whether there may be an idle block that nobody has looked at."""
+        return bool(self._queue)
+
     def evict(self) -> int:
         block = self.next_idle(self._passed)
         while self._pinned[block]:
