@@ -77,7 +77,7 @@ class Speculative(Authored):
     `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says
     at the start; elsewhere nobody guesses."""
     draft: Draft | None = None
-    """A draft head, so far for workers of one rank on CPUs. With `method: Off` it is not loaded."""
+    """A draft head, so far for workers on CPUs. With `method: Off` it is not loaded."""
     max_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     """Guesses of one answer that a step checks at the most."""
     adaptive: bool = True
