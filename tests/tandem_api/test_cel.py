@@ -13,12 +13,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ConfigDict, ValidationError
 from tandem_api.cel import holds, read_expression
 from tandem_api.crd.authored import Authored
 from tandem_api.crd.spec import InferenceModelSpec
 from tandem_api.errors import CELError
 from tandem_api.schema import Schema, custom_resource_definition
-from tandem_api.validation import RULES_KEY
+from tandem_api.validation import RULES_KEY, rule
 
 ROOT = Path(__file__).resolve().parents[2]
 CRD: Schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -88,6 +89,21 @@ def test_fields_of_models_go_by_their_aliases() -> None:
         holds("self.at_most == 3", Bounds())
 
 
+class Divided(Authored):
+    model_config = ConfigDict(json_schema_extra={RULES_KEY: [rule("6 / self.by > 1", "must be below 6")]})
+
+    by: int
+
+
+def test_an_object_that_a_rule_cannot_be_judged_of_is_refused_in_words() -> None:
+    """What comes from pydantic becomes a condition of the object; anything else would be a defect of the operator."""
+    assert Divided(by=2).by == 2
+    with pytest.raises(ValidationError, match="must be below 6"):
+        Divided(by=6)
+    with pytest.raises(ValidationError, match=r"6 / self\.by > 1' cannot be judged: .* by zero"):
+        Divided(by=0)
+
+
 @given(a=st.integers(-99, 99), b=st.integers(-99, 99), c=st.booleans(), d=st.booleans())
 def test_operators_are_those_of_arithmetic_and_logic(a: int, b: int, c: bool, d: bool) -> None:
     scope = {"a": a, "b": b, "c": c, "d": d}
@@ -112,7 +128,7 @@ def with_defaults(schema: Schema, value: Any) -> Any:
 
 def broken(schema: Schema, value: Any) -> Iterator[str]:
     """The sentences of all rules of the CRD that an object breaks."""
-    yield from (rule["message"] for rule in schema.get(RULES_KEY, ()) if not holds(rule["rule"], value))
+    yield from (each["message"] for each in schema.get(RULES_KEY, ()) if not holds(each["rule"], value))
     if isinstance(value, dict):
         for name, each in value.items():
             field = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
@@ -123,7 +139,7 @@ def broken(schema: Schema, value: Any) -> Iterator[str]:
 
 def sentences(schema: Schema) -> Iterator[str]:
     """What the rules say."""
-    yield from (rule["message"] for rule in schema.get(RULES_KEY, ()))
+    yield from (each["message"] for each in schema.get(RULES_KEY, ()))
     for field in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
         yield from () if field is None else sentences(field)
 

@@ -14,5 +14,6 @@ class SchemaError(TandemAPIError):
     """A type cannot be said as a structural schema."""
 
 
-class CELError(TandemAPIError):
-    """A rule is not of the part of CEL that is known here, or does not fit the object that it is asked about."""
+class CELError(TandemAPIError, ValueError):
+    """A rule is not of the part of CEL that is known here, or does not fit the object that it is asked about. A
+    ValueError, so that of an object that it comes from pydantic says so, as the API server does: it is refused."""

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from tandem_api.fleet import FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
+from tandem_api.telemetry import WeightsTelemetry
 from tandem_operator.gateways import fleet
 from tandem_operator.gateways.fleet import FleetView, FleetWatch, parse_report
 from tandem_operator.objects.manifests import ModelKey
@@ -141,6 +142,17 @@ async def test_only_changes_of_admission_cause_a_look(gateways: Gateways, watchi
     await watching.until(lambda view: "new" in view.standings)
     await until_asked(gateways, ONE, gateways.asked[ONE] + 2)
     assert watching.changes == [KEY] * 4, "one that never was admitted is news at once"
+
+
+async def test_who_tells_about_itself_and_not_of_its_weights_is_told_from_who_tells_nothing(
+    gateways: Gateways, watching: Watching
+) -> None:
+    form = WeightsTelemetry(form="plain")
+    told = {"a": SAMPLE.model_copy(update={"weights": form}), "b": SAMPLE.model_copy(update={"weights": None})}
+    gateways.say("m-one", worker("c"), *(worker(name).model_copy(update={"telemetry": told[name]}) for name in told))
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
+    view = await watching.until(lambda view: view.reporting)
+    assert view.weights == {"a": form, "b": None}
 
 
 async def until_asked(gateways: Gateways, host: str, count: int) -> None:

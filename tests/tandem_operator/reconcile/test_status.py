@@ -239,3 +239,22 @@ def test_each_role_says_in_which_form_its_workers_keep_the_model_and_a_silence_t
     later = replace(plan, model=plan.model.model_copy(update={"status": told}))
     assert status(later, live).decode == told.decode
     assert status(later, live, forms={name: WeightsTelemetry(form="plain") for name in names}).decode != told.decode
+
+
+def test_a_form_goes_with_the_workers_that_told_it() -> None:
+    plan = blueprint(decode={"replicas": 2})
+    live = settled(plan)
+    names = [key.name for key in live if key.kind == "Pod"]
+    told = status(plan, live, forms={name: WeightsTelemetry(form="lossless") for name in names})
+    later = replace(plan, model=plan.model.model_copy(update={"status": told}))
+
+    def form(plan: Any, **known: Any) -> str | None:
+        found = status(plan, live, **known).decode
+        assert found is not None
+        return found.weights
+
+    assert form(later, forms={}) == "lossless", "their gateways are silent"
+    assert form(later, forms={names[0]: None, names[1]: WeightsTelemetry(form="plain")}) == "plain"
+    assert form(later, forms=dict.fromkeys(names)) is None, "these are of a release that tells nothing of it"
+    foreign = blueprint(decode={"replicas": 2}, engine={"kind": "VLLM"})
+    assert form(replace(foreign, model=foreign.model.model_copy(update={"status": told}))) is None

@@ -75,8 +75,9 @@ class FleetView:
     """What workers say of how their blocks move, by the name of the pod."""
     stores: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
     """As `tiers`, of the store that workers share blocks through."""
-    weights: Mapping[str, WeightsTelemetry] = field(default_factory=dict[str, WeightsTelemetry])
-    """In which form workers keep the model's matrices, by the name of the pod."""
+    weights: Mapping[str, WeightsTelemetry | None] = field(default_factory=dict[str, WeightsTelemetry | None])
+    """In which form workers keep the model's matrices, by the name of the pod; None of one that tells about itself and
+    not this, as those of earlier releases do."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -295,7 +296,7 @@ class FleetWatch:
             {name: tier.reason for name, tier in view.tiers.items()},
             summarize(view.transports),
             {name: tier.reason for name, tier in view.stores.items()},
-            dict(view.weights),
+            {name: told for name, told in view.weights.items() if told is not None},
             view.asked,
         )
         if told != model.told:
@@ -406,9 +407,9 @@ def _transports(reports: Sequence[FleetReport]) -> dict[str, KVTransportTelemetr
     }
 
 
-def _weights(reports: Sequence[FleetReport]) -> dict[str, WeightsTelemetry]:
+def _weights(reports: Sequence[FleetReport]) -> dict[str, WeightsTelemetry | None]:
     """What workers tell of the form of their matrices, by worker."""
-    return {name: sample.weights for name, sample in _newest_samples(reports).items() if sample.weights is not None}
+    return {name: sample.weights for name, sample in _newest_samples(reports).items()}
 
 
 def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:

@@ -62,7 +62,7 @@ def build_status(
     scaling: ScalingStatus | None = None,
     trial: Problem | None = None,
     starting: Mapping[str, tuple[str, str]] | None = None,
-    forms: Mapping[str, WeightsTelemetry] | None = None,
+    forms: Mapping[str, WeightsTelemetry | None] | None = None,
 ) -> InferenceModelStatus:
     """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first, `trial` what
     a canary, or the wait for a turn, has to say, `more` conditions of other parts, `starting` what workers that are not
@@ -88,9 +88,12 @@ def build_status(
     def worker_status(role: Role) -> RoleStatus:
         last = model.status.prefill if role is Role.PREFILL else model.status.decode
         pods = (pod["metadata"]["name"] for pod in pods_of(workload_key(blueprint, role), live))
-        told = describe_forms(forms[name] for name in pods if name in forms) if forms else None
-        # Workers that are asleep, or whose gateways are silent, say nothing, and are what they were.
-        weights = told or (None if last is None else last.weights)
+        heard = [forms[name] for name in pods if name in forms] if forms else []
+        told = describe_forms(form for form in heard if form is not None)
+        # Workers that are asleep, or whose gateways are silent, say nothing, and are what they were. Those that tell
+        # about themselves without this are of another release or engine than the ones that told it.
+        is_kept = not heard and last is not None and model.spec.engine.kind == "Tandem"
+        weights = last.weights if is_kept and last is not None else told
         return states[role].to_status().model_copy(update={"weights": weights})
 
     return InferenceModelStatus(
