@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tandem_api import names
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
-from tandem_operator.gateways.fleet import _tiers
+from tandem_operator.gateways.fleet import _newest_samples, _tiers
 from tandem_operator.gateways.tiers import tiers_condition
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import build_config_map, worker_config
@@ -115,18 +116,22 @@ def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:
     return FleetReport(gateway=gateway, started_at=0, at=0, workers=[worker])
 
 
+def read_tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
+    return _tiers(_newest_samples(reports), kind)
+
+
 def test_of_several_gateways_the_newest_sample_counts() -> None:
     old, new = report("a", 9.0, tell(None)), report("b", 1.0, tell("VolumeSlow"))
-    assert _tiers([old, new])["w"].reason == _tiers([new, old])["w"].reason == "VolumeSlow"
-    assert _tiers([report("a", 1.0)]) == {}
+    assert read_tiers([old, new])["w"].reason == read_tiers([new, old])["w"].reason == "VolumeSlow"
+    assert read_tiers([report("a", 1.0)]) == {}
     peer = TierTelemetry(tier="peer")
-    assert _tiers([report("a", 1.0, peer)]) == {}
-    assert _tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"
+    assert read_tiers([report("a", 1.0, peer)]) == {}
+    assert read_tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"
 
 
 def test_a_store_is_no_disk() -> None:
     store = TierTelemetry(tier="store", reason="StoreFull")
     told = [report("a", 1.0, store, TierTelemetry(tier="disk", reason="VolumeFull"))]
-    assert _tiers(told)["w"].reason == "VolumeFull"
-    assert _tiers(told, "store")["w"].reason == "StoreFull"
-    assert _tiers([report("a", 1.0, store)]) == {}
+    assert read_tiers(told)["w"].reason == "VolumeFull"
+    assert read_tiers(told, "store")["w"].reason == "StoreFull"
+    assert read_tiers([report("a", 1.0, store)]) == {}

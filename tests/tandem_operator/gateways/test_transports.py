@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import KVTransportTelemetry, WorkerTelemetry
-from tandem_operator.gateways.fleet import _transports
+from tandem_operator.gateways.fleet import _newest_samples, _transports
 from tandem_operator.gateways.transports import summarize, transport_condition
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import worker_config
@@ -159,5 +159,5 @@ def report(gateway: str, age: float, transport: KVTransportTelemetry | None) -> 
 
 def test_the_newest_of_several_samples_counts() -> None:
     old, new = tell("TCP", 1e9, "no device"), tell("Mooncake", 2e9)
-    assert _transports([report("a", 9.0, old), report("b", 1.0, new)]) == {"w": new}
-    assert _transports([report("a", 1.0, None)]) == {}
+    assert _transports(_newest_samples([report("a", 9.0, old), report("b", 1.0, new)])) == {"w": new}
+    assert _transports(_newest_samples([report("a", 1.0, None)])) == {}

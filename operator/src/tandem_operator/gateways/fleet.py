@@ -175,10 +175,12 @@ class FleetWatch:
         model, now = self._models.get(key), self._clock()
         if model is None:
             return FleetView()
+        reports = self.reports(key)
+        samples = _newest_samples(reports)
         fresh = {name for name, gateway in model.gateways.items() if _is_fresh(gateway, now)}
         unable = {name for name, gateway in model.gateways.items() if gateway.unable}
         return FleetView(
-            standings=_standings(model, self.reports(key), now),
+            standings=_standings(model, reports, now),
             reporting=frozenset(fresh),
             unable=frozenset(unable),
             silent={
@@ -186,11 +188,11 @@ class FleetWatch:
                 for name, gateway in model.gateways.items()
                 if name not in fresh and not gateway.unable
             },
-            starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
-            tiers=_tiers(self.reports(key)),
-            transports=_transports(self.reports(key)),
-            stores=_tiers(self.reports(key), "store"),
-            weights=_weights(self.reports(key)),
+            starting={one.name: (_host(one), one.waits_for) for report in reports for one in report.starting},
+            tiers=_tiers(samples, "disk"),
+            transports=_transports(samples),
+            stores=_tiers(samples, "store"),
+            weights=_weights(samples),
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -391,25 +393,19 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
     return found
 
 
-def _tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
+def _tiers(samples: Mapping[str, WorkerTelemetry], kind: str) -> dict[str, TierTelemetry]:
     """What workers tell of their tiers of one kind, by worker."""
-    return {
-        name: tier for name, sample in _newest_samples(reports).items() for tier in sample.kv_tiers if tier.tier == kind
-    }
+    return {name: tier for name, sample in samples.items() for tier in sample.kv_tiers if tier.tier == kind}
 
 
-def _transports(reports: Sequence[FleetReport]) -> dict[str, KVTransportTelemetry]:
+def _transports(samples: Mapping[str, WorkerTelemetry]) -> dict[str, KVTransportTelemetry]:
     """What workers tell of the transport of their blocks, by worker."""
-    return {
-        name: sample.kv_transport
-        for name, sample in _newest_samples(reports).items()
-        if sample.kv_transport is not None
-    }
+    return {name: sample.kv_transport for name, sample in samples.items() if sample.kv_transport is not None}
 
 
-def _weights(reports: Sequence[FleetReport]) -> dict[str, WeightsTelemetry | None]:
+def _weights(samples: Mapping[str, WorkerTelemetry]) -> dict[str, WeightsTelemetry | None]:
     """What workers tell of the form of their matrices, by worker."""
-    return {name: sample.weights for name, sample in _newest_samples(reports).items()}
+    return {name: sample.weights for name, sample in samples.items()}
 
 
 def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:

@@ -99,7 +99,7 @@ class Reporter:
     def _build_status(
         self, look: Look, reading: ModelReading, decided: Decisions, ours: Children, admitted: Condition | None
     ) -> InferenceModelStatus:
-        now, rollout = self._clock(), decided.rollout
+        now, rollout, view = self._clock(), decided.rollout, self._fleet.view(look.key)
         scaling, scaled = _scaling_status(decided.blueprint, decided.replicas.scaling, decided.outlook, now=now)
         return build_status(
             decided.blueprint,
@@ -113,8 +113,8 @@ class Reporter:
             trial=rollout.problem,
             weights=decided.weights,
             images=decided.images.status,
-            starting=self._fleet.view(look.key).starting,
-            forms=self._fleet.view(look.key).weights,
+            starting=view.starting,
+            forms=view.weights,
             more=[
                 *([] if admitted is None else [admitted]),
                 *scaled,
@@ -123,9 +123,9 @@ class Reporter:
                 *decided.prewarm.condition,
                 *understood_condition(reading.unknown),
                 *self._contention.condition(look.key),
-                *tiers_condition(decided.blueprint, self._fleet.view(look.key).tiers),
-                *transport_condition(decided.blueprint, self._fleet.view(look.key).transports),
-                *store_condition(decided.blueprint, self._fleet.view(look.key).stores),
+                *tiers_condition(decided.blueprint, view.tiers),
+                *transport_condition(decided.blueprint, view.transports),
+                *store_condition(decided.blueprint, view.stores),
             ],
         )
 
