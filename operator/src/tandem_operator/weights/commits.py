@@ -7,6 +7,7 @@ release made resolved it for themselves: they are left alone until they are repl
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ RESOLVE_ANNOTATION = f"{GROUP}/resolve-model"
 MODEL_PATH = "spec.model"
 _REQUEST_MAX = 253
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_SCHEME = "hf://"
+SCHEME = "hf://"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,28 @@ def is_commit(revision: str) -> bool:
 def read_question(blueprint: Blueprint, request: str | None) -> CommitQuestion | None:
     """What to ask about a model; None where there is nothing to ask."""
     source = blueprint.model.spec.model
-    if not source.uri.startswith(_SCHEME) or is_commit(source.revision):
+    return build_question(blueprint, source.uri, source.revision, source.secret_ref, request=request)
+
+
+def build_question(
+    blueprint: Blueprint,
+    uri: str,
+    revision: str,
+    secret: SecretKey | None,
+    *,
+    request: str | None = None,
+    path: str = MODEL_PATH,
+) -> CommitQuestion | None:
+    """What to ask the hub about a repository; None where it is no hub's, or the revision is a commit."""
+    if not uri.startswith(SCHEME) or is_commit(revision):
         return None
     return CommitQuestion(
         endpoint=(blueprint.release.hub_endpoint or PUBLIC_HUB).rstrip("/"),
-        repository=source.uri.removeprefix(_SCHEME),
-        revision=source.revision,
-        secret=source.secret_ref,
+        repository=uri.removeprefix(SCHEME),
+        revision=revision,
+        secret=secret,
         request=request,
+        path=path,
     )
 
 
@@ -131,18 +146,24 @@ def recover(blueprint: Blueprint, live: Children, *, request: str | None, now: s
     then counts as granted: nobody knows."""
     model = blueprint.model
     source = model.spec.model
-    if model.status.model is not None or not source.uri.startswith(_SCHEME):
+    if model.status.model is not None or not source.uri.startswith(SCHEME):
         return model
-    for role in blueprint.worker_roles:
-        config_map = live.get(ChildKey(CONFIG_MAP.name, str(config_name(live.get(workload_key(blueprint, role), {})))))
-        try:
-            told = WorkerConfig.model_validate_json(dig(config_map, "data", CONFIG_FILE) or "").model
-        except ValidationError:
-            continue
+    for config in read_told(blueprint, live):
+        told = config.model
         if told.uri == source.uri and told.revision != source.revision and is_commit(told.revision):
             found = _resolved(source, told.revision, request=request, now=now).status
             return model.model_copy(update={"status": model.status.model_copy(update={"model": found})})
     return model
+
+
+def read_told(blueprint: Blueprint, live: Children) -> Iterator[WorkerConfig]:
+    """What the workers of each role were told, where it can be read."""
+    for role in blueprint.worker_roles:
+        config_map = live.get(ChildKey(CONFIG_MAP.name, str(config_name(live.get(workload_key(blueprint, role), {})))))
+        try:
+            yield WorkerConfig.model_validate_json(dig(config_map, "data", CONFIG_FILE) or "")
+        except ValidationError:
+            continue
 
 
 def plan_commit(
@@ -151,7 +172,7 @@ def plan_commit(
     """The commit to load. `answer` is the latest one of the hub to this question, None while there is none; `asks` says
     whether it may be asked at all, `needed` whether worker pods are about to be made."""
     source, known = model.spec.model, _known(model)
-    if not source.uri.startswith(_SCHEME):
+    if not source.uri.startswith(SCHEME):
         return CommitPlan()
     plain = ModelStatus(uri=source.uri, revision=source.revision)
     latest = None if answer is None else answer.commit

@@ -6,37 +6,33 @@ unlike heads exchange no blocks. It is not followed: another head is another rev
 
 from __future__ import annotations
 
-from pydantic import ValidationError
 from tandem_api.crd.engine import Draft
 from tandem_api.crd.resource import InferenceModel
 from tandem_api.crd.status import ModelStatus
-from tandem_api.launch import WorkerConfig
 
-from tandem_operator.children.inherit import config_name
-from tandem_operator.objects.manifests import CONFIG_MAP, ChildKey, Children, dig
+from tandem_operator.objects.manifests import Children
 from tandem_operator.objects.problem import Problem
-from tandem_operator.observe.roles import workload_key
-from tandem_operator.weights.commits import PUBLIC_HUB, CommitAnswer, CommitPlan, CommitQuestion, is_commit
+from tandem_operator.weights.commits import (
+    SCHEME,
+    CommitAnswer,
+    CommitPlan,
+    CommitQuestion,
+    build_question,
+    is_commit,
+    read_told,
+)
 from tandem_operator.workloads import Blueprint
-from tandem_operator.workloads.configs import CONFIG_FILE
 
 PATH = "spec.engine.speculative.draft"
-_SCHEME = "hf://"
 
 
 def read_question(blueprint: Blueprint) -> CommitQuestion | None:
     """What to ask about the head of a model; None where there is nothing to ask."""
-    spec = blueprint.model.spec
     head = _repository(blueprint.model)
-    if head is None or is_commit(head.revision):
+    if head is None:
         return None
-    return CommitQuestion(
-        endpoint=(blueprint.release.hub_endpoint or PUBLIC_HUB).rstrip("/"),
-        repository=head.uri.removeprefix(_SCHEME),
-        revision=head.revision,
-        secret=head.secret_ref or spec.model.secret_ref,
-        path=PATH,
-    )
+    secret = head.secret_ref or blueprint.model.spec.model.secret_ref
+    return build_question(blueprint, head.uri, head.revision, secret, path=PATH)
 
 
 def find_known(blueprint: Blueprint, live: Children) -> ModelStatus | None:
@@ -49,12 +45,8 @@ def find_known(blueprint: Blueprint, live: Children) -> ModelStatus | None:
         return known
     if known is not None:
         return None
-    for role in blueprint.worker_roles:
-        config_map = live.get(ChildKey(CONFIG_MAP.name, str(config_name(live.get(workload_key(blueprint, role), {})))))
-        try:
-            told = WorkerConfig.model_validate_json(dig(config_map, "data", CONFIG_FILE) or "").speculative.draft
-        except ValidationError:
-            continue
+    for config in read_told(blueprint, live):
+        told = config.speculative.draft
         if told is not None and told.uri == head.uri and is_commit(told.revision):
             return ModelStatus(uri=head.uri, revision=head.revision, commit=told.revision)
     return None
@@ -94,4 +86,4 @@ def plan_draft(
 def _repository(model: InferenceModel) -> Draft | None:
     """The head, where it comes from a hub."""
     head = model.spec.engine.speculative.head
-    return None if head is None or not head.uri.startswith(_SCHEME) else head
+    return None if head is None or not head.uri.startswith(SCHEME) else head
