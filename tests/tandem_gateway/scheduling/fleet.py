@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem_api.names import Role
-from tandem_gateway.scheduling import Demand, Endpoint, Scheduler, Worker
+from tandem_gateway.scheduling import Choice, Demand, Endpoint, Scheduler, Worker
 from tandem_gateway.scheduling.prefix import PrefixIndex
 from xxhash import xxh3_64_intdigest
 
@@ -38,6 +38,10 @@ def make_chain(session: int, chunks: int, *, shared: int = 0) -> list[int]:
     ]
 
 
+CHAIN = make_chain(1, 16)
+"""4,096 tokens."""
+
+
 def count_shared(index: PrefixIndex, chain: list[int]) -> int:
     """How many leading entries many prompts share."""
     shared = index.locate(chain)[1]
@@ -53,3 +57,17 @@ def serve(scheduler: Scheduler, demand: Demand, now: float = 0.0) -> tuple[str, 
     reservation.first_token(now + 0.1)
     reservation.release()
     return choice.decode.worker.name, *(endpoint.worker.name for endpoint in choice.prefill)
+
+
+def ask(scheduler: Scheduler, demand: Demand | None = None, excluded: frozenset[str] = frozenset()) -> Choice:
+    """Who would serve a prompt, that of `CHAIN` where nothing is said: each token of it is computed or is cached."""
+    demand = demand or make_demand(4200, prefix=CHAIN)
+    choice = scheduler.choose(demand, 1.0, excluded)
+    assert choice is not None
+    assert choice.uncached_tokens + choice.cached_tokens == demand.prompt_tokens
+    return choice
+
+
+def queue_prompt(scheduler: Scheduler, name: str, tokens: int) -> None:
+    """A worker has so many tokens to compute."""
+    scheduler.endpoints[name].charge(tokens, 0)

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_gateway.scheduling import Choice, Demand, Scheduler, describe_choice, picker
+from tandem_gateway.scheduling import Scheduler, describe_choice, picker
 from tandem_gateway.scheduling.pulling import weigh_pulls
 
 from tests.tandem_gateway.scheduling.fleet import (
+    CHAIN,
     D,
     P,
+    ask,
     make_chain,
     make_demand,
     make_endpoint,
     make_scheduler,
     make_worker,
+    queue_prompt,
     serve,
 )
-
-CHAIN = make_chain(1, 16)
-"""4,096 tokens."""
 
 
 def fleet(*names: str, rate: float | None = 20_000.0) -> Scheduler:
@@ -38,22 +38,11 @@ def tell(scheduler: Scheduler, name: str, rate: float | None, speed: float = 200
     endpoint.speed.value = speed
 
 
-def ask(scheduler: Scheduler, demand: Demand | None = None, excluded: frozenset[str] = frozenset()) -> Choice:
-    choice = scheduler.choose(demand or make_demand(4200, prefix=CHAIN), 1.0, excluded)
-    assert choice is not None
-    assert choice.uncached_tokens + choice.cached_tokens == 4200
-    return choice
-
-
-def load(scheduler: Scheduler, name: str, tokens: int) -> None:
-    scheduler.endpoints[name].charge(tokens, 0)
-
-
 def test_a_hot_session_spills_with_its_cache() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
     (other,) = {"d1", "d2"} - {warm}
-    load(scheduler, warm, 8000)
+    queue_prompt(scheduler, warm, 8000)
     choice = ask(scheduler)
     assert (choice.decode.worker.name, choice.source) == (other, scheduler.endpoints[warm])
     assert (choice.pulled_tokens, choice.uncached_tokens, choice.known_tokens) == (4096, 104, 4096)
@@ -75,7 +64,7 @@ def test_who_has_it_and_nothing_to_do_keeps_it() -> None:
 def test_nobody_is_named_where_computing_is_as_fast(rate: float | None, named: bool) -> None:
     scheduler = fleet("d1", "d2", rate=rate)
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     choice = ask(scheduler)
     assert choice.decode.worker.name != warm
     assert (choice.source is not None) is named
@@ -94,7 +83,7 @@ def test_a_prefill_worker_brings_what_a_decode_worker_has() -> None:
 def test_who_is_out_or_of_another_build_or_excluded_is_not_named() -> None:
     scheduler = fleet("d1", "d2", "d3")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     assert ask(scheduler).source is not None
     assert ask(scheduler, excluded=frozenset({warm})).source is None
     pool = scheduler.endpoints[warm].pool
@@ -108,7 +97,7 @@ def test_who_is_out_or_of_another_build_or_excluded_is_not_named() -> None:
     tell(other, "old", 20_000.0)
     tell(other, "new", 20_000.0)
     (warm,) = serve(other, make_demand(4200, prefix=CHAIN))
-    load(other, warm, 1 << 30)
+    queue_prompt(other, warm, 1 << 30)
     choice = ask(other)
     assert choice.decode.worker.name != warm
     assert choice.source is None
@@ -133,7 +122,7 @@ def test_whoever_is_named_has_more_and_is_not_who_computes(
     serve(scheduler, make_demand(4200, prefix=CHAIN))
     for name, tokens, rate in zip(names, loads, rates, strict=True):
         tell(scheduler, name, rate)
-        load(scheduler, name, tokens)
+        queue_prompt(scheduler, name, tokens)
     choice = ask(scheduler)
     computing = choice.prefill[0] if choice.prefill else choice.decode
     if choice.source is None:
@@ -151,7 +140,7 @@ def test_what_is_brought_is_work_of_who_brings_it() -> None:
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
     tell(scheduler, "d1", 4000.0)
     tell(scheduler, "d2", 4000.0)
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     demand = make_demand(4200, prefix=CHAIN)
     choice = ask(scheduler, demand)
     reservation = scheduler.reserve(choice, demand, 1.0)
@@ -171,7 +160,7 @@ def test_who_is_told_to_bring_something_is_not_slow(given: bool) -> None:
             scheduler.endpoints[name].speed.observe(100, 0.06)
             scheduler.endpoints[name].speed.observe(2000, 1.01)
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 500_000)
+    queue_prompt(scheduler, warm, 500_000)
     left_out = {*scheduler.endpoints} - {warm}
     bringer = scheduler.endpoints[left_out.pop()]
     now = 1.0
@@ -206,7 +195,7 @@ def test_rates_that_cannot_be_break_nothing(rate: float, speed: float) -> None:
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
     for name in ("d1", "d2"):
         tell(scheduler, name, rate, speed)
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     demand = make_demand(4200, prefix=CHAIN)
     choice = ask(scheduler, demand)
     scheduler.reserve(choice, demand, 1.0).release()
@@ -216,7 +205,7 @@ def test_rates_that_cannot_be_break_nothing(rate: float, speed: float) -> None:
 def test_a_worker_that_tells_nothing_any_more_is_not_named() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     assert ask(scheduler).source is not None
     scheduler.miss(scheduler.endpoints[warm])
     assert ask(scheduler).source is None
@@ -237,7 +226,7 @@ def test_what_many_lack_is_brought_from_several() -> None:
     for name in (*holders, *others):
         tell(scheduler, name, 20_000.0)
     for name in holders:
-        load(scheduler, name, 100_000)
+        queue_prompt(scheduler, name, 100_000)
     named: set[str] = set()
     for session in range(100, 116):
         choice = ask(scheduler, make_demand(4200, prefix=make_chain(session, 16, shared=12), affinity=session))

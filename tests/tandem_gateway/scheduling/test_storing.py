@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.scheduling import Choice, Demand, Endpoint, Scheduler, Share, describe_choice, picker
+from tandem_gateway.scheduling import Endpoint, Scheduler, Share, describe_choice, picker
 from tandem_gateway.scheduling.hearsay import name_prompt
 from tandem_gateway.scheduling.pulling import weigh_stored
 from tandem_gateway.scheduling.storing import Store
 
 from tests.tandem_gateway.scheduling.fleet import (
+    CHAIN,
     D,
     P,
+    ask,
     make_chain,
     make_demand,
     make_endpoint,
     make_scheduler,
     make_worker,
+    queue_prompt,
     serve,
 )
 
-CHAIN = make_chain(1, 16)
-"""4,096 tokens."""
 SHARE = Share(20_000.0, 1_000_000)
 
 
@@ -39,17 +40,6 @@ def tell(scheduler: Scheduler, name: str, share: Share | None, speed: float = 20
     endpoint.speed.value = speed
 
 
-def ask(scheduler: Scheduler, demand: Demand | None = None) -> Choice:
-    choice = scheduler.choose(demand or make_demand(4200, prefix=CHAIN), 1.0)
-    assert choice is not None
-    assert choice.uncached_tokens + choice.cached_tokens == (demand.prompt_tokens if demand else 4200)
-    return choice
-
-
-def load(scheduler: Scheduler, name: str, tokens: int) -> None:
-    scheduler.endpoints[name].charge(tokens, 0)
-
-
 def test_who_lacks_a_prompt_that_is_in_the_store_is_charged_its_load() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
@@ -57,7 +47,7 @@ def test_who_lacks_a_prompt_that_is_in_the_store_is_charged_its_load() -> None:
     costs = ask(scheduler).offers[0][5]
     assert costs[scheduler.endpoints[warm]] == 1.5 * 104
     assert costs[scheduler.endpoints[other]] == pytest.approx(1.5 * 104 + 4096 * (0.1 + 0.25))
-    load(scheduler, warm, 8000)
+    queue_prompt(scheduler, warm, 8000)
     choice = ask(scheduler)
     assert (choice.decode.worker.name, choice.source) == (other, None)
     assert (choice.stored_tokens, choice.uncached_tokens, choice.known_tokens) == (4096, 104, 4096)
@@ -75,7 +65,7 @@ def test_who_has_it_and_nothing_to_do_keeps_it() -> None:
 def test_what_is_loaded_is_work_of_who_loads_it_and_teaches_no_speed() -> None:
     scheduler = fleet("d1", "d2", share=Share(4000.0, 1_000_000))
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     scheduler.endpoints["d1"].speed.value = scheduler.endpoints["d2"].speed.value = 2000.0
     demand = make_demand(4200, prefix=CHAIN)
     choice = ask(scheduler, demand)
@@ -118,7 +108,7 @@ def test_a_request_that_still_runs_has_put_nothing_there() -> None:
     reservation = scheduler.reserve(choice, demand, 0.0)
     scheduler.accept(choice, demand, reservation, 0.0)
     reservation.first_token(0.5)
-    load(scheduler, choice.decode.worker.name, 50_000)
+    queue_prompt(scheduler, choice.decode.worker.name, 50_000)
     assert ask(scheduler).stored_tokens == 0
     reservation.release()
     assert ask(scheduler).stored_tokens == 4096
@@ -130,7 +120,7 @@ def test_what_was_there_before_stays_while_the_next_turn_runs() -> None:
     demand = make_demand(6300, prefix=make_chain(1, 24))
     choice = ask(scheduler, demand)
     scheduler.accept(choice, demand, scheduler.reserve(choice, demand, 1.0), 1.0)
-    load(scheduler, choice.decode.worker.name, 50_000)
+    queue_prompt(scheduler, choice.decode.worker.name, 50_000)
     assert ask(scheduler).stored_tokens == 4096
 
 
@@ -142,7 +132,7 @@ def test_of_a_turn_that_runs_no_more_is_there_than_of_the_one_before() -> None:
     choice = ask(scheduler, demand)
     reservation = scheduler.reserve(choice, demand, 1.0)
     scheduler.accept(choice, demand, reservation, 1.0)
-    load(scheduler, choice.decode.worker.name, 50_000)
+    queue_prompt(scheduler, choice.decode.worker.name, 50_000)
     assert ask(scheduler, demand).stored_tokens == 2048
     reservation.release()
     assert ask(scheduler, demand).stored_tokens == 6144
@@ -162,7 +152,7 @@ def test_it_outlives_every_worker_that_put_it_there() -> None:
 def test_what_it_has_taken_in_since_pushes_out_what_was_there() -> None:
     scheduler = fleet("d1", "d2", share=Share(20_000.0, 5_000, 100))
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     tell(scheduler, "d1", Share(20_000.0, 5_000, 6_000))
     assert ask(scheduler).stored_tokens == 4096
     tell(scheduler, "d2", Share(20_000.0, 5_000, 4_300))
@@ -172,7 +162,7 @@ def test_what_it_has_taken_in_since_pushes_out_what_was_there() -> None:
 def test_a_worker_that_counts_anew_pushes_out_only_what_it_has_computed() -> None:
     scheduler = fleet("d1", "d2", share=Share(20_000.0, 5_000, 10**6))
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     tell(scheduler, "d1", Share(20_000.0, 5_000, 9_000))
     assert ask(scheduler).stored_tokens == 4096
 
@@ -180,7 +170,7 @@ def test_a_worker_that_counts_anew_pushes_out_only_what_it_has_computed() -> Non
 def test_a_store_that_all_workers_have_lost_is_empty_when_they_have_it_again() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     tell(scheduler, "d1", None)
     tell(scheduler, "d1", SHARE)
     assert ask(scheduler).stored_tokens == 4096
@@ -213,7 +203,7 @@ def test_what_another_gateway_sent_is_there_too() -> None:
     scheduler = fleet("d1", "d2")
     name = name_prompt(CHAIN[-1], 0, "")
     scheduler.observe(scheduler.endpoints["d1"], 0.0, queued_tokens=0, share=SHARE, prompts=[name])
-    load(scheduler, "d1", 50_000)
+    queue_prompt(scheduler, "d1", 50_000)
     choice = ask(scheduler)
     assert (choice.decode.worker.name, choice.stored_tokens) == ("d2", 4096)
 
@@ -221,7 +211,7 @@ def test_what_another_gateway_sent_is_there_too() -> None:
 def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     choice = ask(scheduler)
     assert choice.store is not None
     for _ in range(60):
@@ -231,7 +221,7 @@ def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> N
     costs = ask(scheduler).offers[0][5]
     (other,) = [endpoint for endpoint in costs if endpoint.worker.name != warm]
     assert costs[other] == pytest.approx(1.5 * 4200, rel=0.01)
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     choice = ask(scheduler)
     assert choice.pulled_work == pytest.approx(4096, rel=0.01)
     for _ in range(60):
@@ -243,7 +233,7 @@ def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> N
 def test_a_prompt_of_which_each_token_is_scored_is_loaded_from_nowhere_and_teaches_nothing() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     demand = make_demand(4200, prefix=CHAIN)
     demand.scored = True
     choice = ask(scheduler, demand)
@@ -276,7 +266,7 @@ def test_figures_that_cannot_be_break_nothing(rate: float, speed: float, room: i
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
     for name in ("d1", "d2"):
         tell(scheduler, name, Share(rate, room, computed), speed)
-    load(scheduler, warm, 50_000)
+    queue_prompt(scheduler, warm, 50_000)
     demand = make_demand(4200, prefix=CHAIN)
     choice = ask(scheduler, demand)
     scheduler.reserve(choice, demand, 1.0).release()

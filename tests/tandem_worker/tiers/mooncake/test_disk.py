@@ -15,7 +15,14 @@ import pytest
 from tests.mooncake.processes import Program, build_holder, build_master, run_store
 from tests.tandem_worker.engine.rig import BLOCK_SIZE
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
-from tests.tandem_worker.tiers.mooncake.test_faults import BLOCK_BYTES, MAGIC, refill, serve
+from tests.tandem_worker.tiers.mooncake.test_faults import (
+    BLOCK_BYTES,
+    MAGIC,
+    check_found,
+    check_found_damaged,
+    refill,
+    serve,
+)
 from tests.tandem_worker.tiers.rig import wait_until
 
 FILE, NAMES = "kv_cache.data", "kv_cache.meta"
@@ -107,13 +114,7 @@ def check_flips(store: tuple[Program, Program], disk: Path, num_prompts: int) ->
             file.seek(target)
             file.write(bytes([byte ^ (1 << rng.randrange(8))]))
     assert len(places) >= 10 * num_prompts
-    rig = StoreRig(store[1].address, num_blocks=16 * num_prompts)
-    for seed in range(num_prompts):
-        serve(rig, f"f{seed}", seed)
-        assert rig.cached(f"f{seed}") < 40
-    assert rig.tier.stats().integrity_failures >= num_prompts
-    assert rig.tier.health.on
-    rig.close()
+    check_found_damaged(store[1].address, num_prompts)
 
 
 def test_bytes_that_change_on_a_disk_are_found_and_computed_again(store: tuple[Program, Program], disk: Path) -> None:
@@ -165,10 +166,7 @@ def test_a_disk_without_room_costs_nothing_but_what_it_lacks(tmp_path: Path, dis
         wait_until(is_full, 30.0)
         wait_until(lambda: rig.tier.health.on, 30.0)
         refill(rig, 99)
-        other = StoreRig(holder.address)
-        serve(other, "a", 99)
-        assert other.cached("a") == 40
-        other.close()
+        check_found(holder.address, 99)
         rig.close()
     finally:
         holder.kill()

@@ -70,6 +70,25 @@ def refill(rig: StoreRig, seed: int) -> None:
     wait_until(lambda: rig.written >= before + 10)
 
 
+def check_found(address: str, seed: int) -> None:
+    """A worker that has not computed the prompt has it from the store."""
+    other = StoreRig(address)
+    serve(other, "again", seed)
+    assert other.cached("again") == 40
+    other.close()
+
+
+def check_found_damaged(address: str, num_prompts: int) -> None:
+    """Prompts whose blocks were damaged are computed, each of them is counted, and the store stays in use."""
+    rig = StoreRig(address, num_blocks=16 * num_prompts)
+    for seed in range(num_prompts):
+        serve(rig, f"f{seed}", seed)
+        assert rig.cached(f"f{seed}") < 40
+    assert rig.tier.stats().integrity_failures >= num_prompts
+    assert rig.tier.health.on
+    rig.close()
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["master", "holder"])
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program], which: int, how: str) -> None:
@@ -89,10 +108,7 @@ def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program]
         program.start()
     wait_until(lambda: rig.tier.health.on, 30.0)
     refill(rig, 4)
-    other = StoreRig(store[1].address)
-    serve(other, "again", 4)
-    assert other.cached("again") == 40
-    other.close()
+    check_found(store[1].address, 4)
     rig.close()
 
 
@@ -281,13 +297,7 @@ def check_flips(store: tuple[Program, Program], num_prompts: int) -> None:
     for seed in range(num_prompts):
         refill(writer, seed)
     assert flip(store[1].pid, num_prompts) >= 10 * num_prompts
-    rig = StoreRig(store[1].address, num_blocks=16 * num_prompts)
-    for seed in range(num_prompts):
-        serve(rig, f"f{seed}", seed)
-        assert rig.cached(f"f{seed}") < 40
-    assert rig.tier.stats().integrity_failures >= num_prompts
-    assert rig.tier.health.on
-    rig.close()
+    check_found_damaged(store[1].address, num_prompts)
     writer.close()
 
 
