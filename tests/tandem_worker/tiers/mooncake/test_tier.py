@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from tandem_worker.tiers import written
 from tandem_worker.tiers.errors import TierError
 from tandem_worker.tiers.format import TierKey
-from tandem_worker.tiers.mooncake import tier
 
 from tests.mooncake.processes import Program, run_store
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -156,7 +156,7 @@ def test_a_worker_that_ends_writes_what_is_left(address: str) -> None:
 
 def test_what_would_be_late_is_not_waited_for(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing is taken to be so fast that a look-up is cut after 10 ms, and no answer comes."""
-    monkeypatch.setattr(tier, "is_slow", lambda *_: False)  # which it is, where the machine is busy
+    monkeypatch.setattr(written, "is_slow", lambda *_: False)  # which it is, where the machine is busy
     rig = StoreRig(address, prefill_rate=1e4)
     pid = rig.tier.helper_pid
     assert pid is not None

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt
 
-from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+from tandem_worker.engine.tiers import LoadOrder, Run
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import (
     VOLUME_FROZEN,
@@ -33,11 +32,12 @@ from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
-from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, is_slow, is_sooner, plan_limit, plan_segment_bytes
+from tandem_worker.tiers.policy import WriteBudget, is_sooner, plan_limit, plan_segment_bytes
 from tandem_worker.tiers.slots import DiskSlots
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import SegmentStore
 from tandem_worker.tiers.writer import BlockWriter
+from tandem_worker.tiers.written import WrittenTier
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class DiskLimits:
     """None: by the size of the volume."""
 
 
-class DiskTier:
+class DiskTier(WrittenTier):
     """`engine.tiers.Tier`. Build it, `bind` it with the engine before the first request, `start` it."""
 
     def __init__(
@@ -88,67 +88,36 @@ class DiskTier:
         one = plan_geometry(memory.layer_bytes, 0)
         segment_bytes = limits.segment_bytes or plan_segment_bytes(limits.size_bytes, one.slot_bytes)
         geometry = plan_geometry(memory.layer_bytes, segment_bytes)
-        self._limits, self._vitals, self._clock, self._block_size = limits, vitals or Vitals(), clock, block_size
+        self._limits, self._block_size, self._memory = limits, block_size, memory
         self._volume = volume or Volume(root)
         self._store = SegmentStore(self._volume, key, geometry, plan_limit(limits.size_bytes, geometry.segment_bytes))
-        self._memory = memory
-        self._counters = Counters(block_size)
-        self.health = TierHealth()
-        slots = DiskSlots(self._store, key)
-        self._pool = LoadPool(slots, key, memory, self.health, self._counters, clock)
-        self.health.on_off = self._go_off
-        self._writer = BlockWriter(
-            slots, memory, self.health, self._counters, WriteBudget(limits.max_daily_writes), clock
-        )
-        self._closed = threading.Event()
-        self._flush_until: float | None = None
-        self._flushed = threading.Event()
-        self._retry_at = 0.0
+        self._counters, health = Counters(block_size), TierHealth()
+        slots, budget = DiskSlots(self._store, key), WriteBudget(limits.max_daily_writes)
+        pool = LoadPool(slots, key, memory, health, self._counters, clock)
+        writer = BlockWriter(slots, memory, health, self._counters, budget, clock)
+        super().__init__(pool, writer, health, vitals, clock, RETRY_SECONDS)
         self._asked_since: float | None = None
         """When the volume was last asked for something besides blocks, while it has not answered."""
         self._saved_at = 0.0
-        self._threads: list[threading.Thread] = []
 
     def plan_cold_blocks(self, num_blocks: int) -> int:
         """How many of `num_blocks` in memory, those that are given up next, are to be on the disk."""
         return num_blocks + 1 if self._limits.write_through else int(num_blocks * self._limits.cold_share)
-
-    def bind(self, engine: TierEngine) -> None:
-        """Join with the engine."""
-        self._pool.engine = self._writer.engine = engine
 
     def start(self) -> None:
         """Look at the volume, and serve. Returns at once; until the volume is known the tier is off.
 
         Raises ThreadStartError.
         """
-        over = self._closed.is_set
         for number in range(NUM_READERS):
-            self._start_thread(f"kv-disk-{number}", self._pool.run_reader, over)
-        self._start_thread("kv-disk-write", self._run_writer, over)
-        self._start_thread("kv-disk-watch", self._run_watch, over)
-
-    def _start_thread(self, name: str, target: Callable[[], Any], is_over: Callable[[], bool]) -> None:
-        self._threads.append(self._vitals.start_thread(name, target, is_over=is_over))
-
-    def flush(self, seconds: float) -> bool:
-        """Write what is idle in memory, hottest first, for so long at most. Whether everything was written."""
-        self._flushed.clear()
-        if not self.health.on:
-            return False
-        self._flush_until = self._clock() + seconds
-        self._writer.due()
-        return self._flushed.wait(seconds) and self.health.on
+            self._start_thread(f"kv-disk-{number}", self._pool.run_reader)
+        self._start_thread("kv-disk-write", self._run_writer)
+        self._start_thread("kv-disk-watch", self._run_watch)
 
     def close(self, timeout: float = 2.0) -> None:
         """End the threads, those that hang in the system excepted. Loads under way end with what is there."""
-        self._closed.set()
-        self._flushed.set()
-        self._pool.close()
-        self._writer.close()
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._end_work()
+        self._join_threads(timeout)
         if not any(thread.is_alive() for thread in self._threads):
             self._store.close()
             self._save_state()
@@ -203,39 +172,18 @@ class DiskTier:
         """As `LoadPool.read`. Any thread."""
         return self._pool.read(self._store.find(names[: len(rows)]), names, rows)
 
-    def passes(self, name: bytes, reused: bool) -> bool:
-        return self._writer.passes(name, reused)
-
-    def due(self) -> None:
-        self._writer.due()
-
-    @property
-    def wants_blocks(self) -> bool:
-        """Whether it is in use. Any thread."""
-        return self.health.on
-
-    def offered(self, offer: Offer | None) -> None:
-        self._writer.offered(offer)
-
     # -- threads ---------------------------------------------------------------------------------------------------
 
-    def _run_writer(self) -> None:
-        while not self._closed.is_set():
-            if not self.health.on:
-                self._closed.wait(max(0.0, self._retry_at - self._clock()))
-                self._retry_at = self._clock() + RETRY_SECONDS
-                if not self._closed.is_set() and not self._pool.hangs:
-                    self._open()
-                continue
-            if self._writer.wait(_SAVE_SECONDS):
-                self._writer.write_due()
-                if self._flush_until is not None:
-                    self._writer.write_rest(self._flush_until)
-                    self._flush_until = None
-                    self._flushed.set()
-            if self.health.on and self._clock() - self._saved_at >= _SAVE_SECONDS:
-                self._saved_at = self._clock()
-                self._save_state()
+    def _may_look(self) -> bool:
+        return not self._pool.hangs
+
+    def _find_pause(self) -> float:
+        return _SAVE_SECONDS
+
+    def _tend(self) -> None:
+        if self.health.on and self._clock() - self._saved_at >= _SAVE_SECONDS:
+            self._saved_at = self._clock()
+            self._save_state()
 
     def _run_watch(self) -> None:
         while not self._closed.is_set():
@@ -246,30 +194,7 @@ class DiskTier:
             elif asked is not None and self._clock() - asked > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
-                self._check_speed()
-
-    def _go_off(self) -> None:
-        """On the thread that found out why: loads end with what is there, and the writer looks after a while."""
-        self._retry_at = self._clock() + RETRY_SECONDS
-        self._flushed.set()
-        self._pool.cut_all()
-        self._writer.due()
-        if self._writer.engine is not None:
-            self._writer.engine.drop_kept()
-
-    def _check_speed(self) -> None:
-        rate, per_block = self._pool.rate, self._pool.seconds_per_block
-        if rate is None or per_block is None:
-            return
-        rate, slot_bytes = rate * NUM_READERS, self._store.geometry.slot_bytes
-        if is_slow(rate, slot_bytes, per_block):
-            self.health.fail(
-                TierError(
-                    VOLUME_SLOW,
-                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {LEAST_GAIN * slot_bytes / per_block / 1e6:.1f} "
-                    f"MB/s to be {LEAST_GAIN:g} times as fast as computing",
-                )
-            )
+                self._check_speed(NUM_READERS, self._store.geometry.slot_bytes, VOLUME_SLOW)
 
     def _open(self) -> None:
         """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""

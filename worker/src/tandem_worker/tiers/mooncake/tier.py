@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+from tandem_worker.engine.tiers import LoadOrder, Run
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import (
     STORE_DISK_FULL,
@@ -35,10 +34,11 @@ from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.mooncake.client import MooncakeClient
 from tandem_worker.tiers.mooncake.notes import Notes
 from tandem_worker.tiers.mooncake.objects import ObjectSlots, plan_most_slots
-from tandem_worker.tiers.policy import LEAST_GAIN, WriteBudget, cut_after, is_slow, is_sooner
+from tandem_worker.tiers.policy import WriteBudget, cut_after, is_sooner
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import Place
 from tandem_worker.tiers.writer import BlockWriter
+from tandem_worker.tiers.written import WrittenTier
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ ASK_SHARE = 0.5
 """Share of the time after which a load that brings nothing is cut: looking up and loading together take no longer."""
 
 
-class StoreTier:
+class StoreTier(WrittenTier):
     """`engine.tiers.Tier`. Build it, `bind` it with the engine before the first request, `start` it."""
 
     def __init__(
@@ -79,27 +79,20 @@ class StoreTier:
         geometry = plan_geometry(memory.layer_bytes, 0)
         piece = plan_most_slots(geometry)
         self._client = MooncakeClient(address, (NUM_READERS + 2) * piece * geometry.slot_bytes, environment)
-        self._vitals, self._clock, self._block_size = vitals or Vitals(), clock, block_size
-        self._retry_seconds, self._probe_seconds = retry_seconds, min(retry_seconds, PROBE_SECONDS)
+        self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
+        self._counters, health = Counters(block_size, tier="store"), TierHealth("store")
+        pool = LoadPool(self._slots, key, memory, health, self._counters, clock, NUM_READERS)
+        writer = BlockWriter(self._slots, memory, health, self._counters, WriteBudget(None), clock)
+        super().__init__(pool, writer, health, vitals, clock, retry_seconds)
+        self._block_size, self._probe_seconds = block_size, min(retry_seconds, PROBE_SECONDS)
         self._notes = None if notes is None else Notes(notes)
         self._unanswered = 0
-        self._slots = ObjectSlots(self._client, key, memory.layer_bytes, clock)
         self._room_tokens = int(given_bytes * FILLED) // geometry.slot_bytes * block_size
-        self._counters = Counters(block_size, tier="store")
-        self.health = TierHealth("store")
-        self.health.on_off = self._go_off
-        self._pool = LoadPool(self._slots, key, memory, self.health, self._counters, clock, NUM_READERS)
-        self._writer = BlockWriter(self._slots, memory, self.health, self._counters, WriteBudget(None), clock)
         self._probe_rows = self._slots.allocate(piece)
         self._asks: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._asking: dict[int, tuple[LoadOrder, float]] = {}
         """Orders to look up, and when each is cut. Guarded by the lock."""
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._flush_until: float | None = None
-        self._flushed = threading.Event()
-        self._retry_at = 0.0
-        self._threads: list[threading.Thread] = []
 
     @property
     def helper_pid(self) -> int | None:
@@ -109,10 +102,6 @@ class StoreTier:
     def plan_cold_blocks(self, num_blocks: int) -> int:
         """How many of `num_blocks` in memory are to be in the store: all, for others want them now."""
         return num_blocks + 1
-
-    def bind(self, engine: TierEngine) -> None:
-        """Join with the engine."""
-        self._pool.engine = self._writer.engine = engine
 
     def start(self) -> None:
         """Reach for the store, and serve. Returns at once; until it is reached the tier is off.
@@ -125,30 +114,13 @@ class StoreTier:
         self._start_thread("kv-store-ask", self._run_asks)
         self._start_thread("kv-store-watch", self._run_watch)
 
-    def _start_thread(self, name: str, target: Callable[[], Any]) -> None:
-        self._threads.append(self._vitals.start_thread(name, target, is_over=self._closed.is_set))
-
-    def flush(self, seconds: float) -> bool:
-        """Write what is idle in memory, hottest first, for so long at most. Whether everything was written."""
-        self._flushed.clear()
-        if not self.health.on:
-            return False
-        self._flush_until = self._clock() + seconds
-        self._writer.due()
-        return self._flushed.wait(seconds) and self.health.on
-
     def close(self, timeout: float = 2.0) -> None:
         """End the helper and the threads. Loads under way end with what is there."""
-        self._closed.set()
-        self._flushed.set()
-        self._pool.close()
-        self._writer.close()
+        self._end_work()
         self._asks.put(None)
         self._end_asks(self._take_asks(lambda _: True))
         self._client.close()
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._join_threads(timeout)
 
     def stats(self) -> TierStats:
         """Any thread."""
@@ -202,39 +174,15 @@ class StoreTier:
             self._asking.pop(load, None)
         self._pool.cancel(load)
 
-    def passes(self, name: bytes, reused: bool) -> bool:
-        return self._writer.passes(name, reused)
-
-    def due(self) -> None:
-        self._writer.due()
-
-    @property
-    def wants_blocks(self) -> bool:
-        """Whether it is in use. Any thread."""
-        return self.health.on
-
-    def offered(self, offer: Offer | None) -> None:
-        self._writer.offered(offer)
-
     # -- threads ---------------------------------------------------------------------------------------------------
 
-    def _run_writer(self) -> None:
-        while not self._closed.is_set():
-            if not self.health.on:
-                self._closed.wait(max(0.0, self._retry_at - self._clock()))
-                self._retry_at = self._clock() + self._retry_seconds
-                if not self._closed.is_set():
-                    self._open()
-                continue
-            if self._writer.wait(max(0.0, self._slots.answered_at + self._probe_seconds - self._clock())):
-                self._writer.write_due()
-                if self._flush_until is not None:
-                    self._writer.write_rest(self._flush_until)
-                    self._flush_until = None
-                    self._flushed.set()
-            is_due = self._slots.answered_at + self._probe_seconds <= self._clock()
-            if is_due and self.health.on and not self._closed.is_set():
-                self._probe(1)
+    def _find_pause(self) -> float:
+        return max(0.0, self._slots.answered_at + self._probe_seconds - self._clock())
+
+    def _tend(self) -> None:
+        is_due = self._slots.answered_at + self._probe_seconds <= self._clock()
+        if is_due and self.health.on and not self._closed.is_set():
+            self._probe(1)
 
     def _run_asks(self) -> None:
         while (order := self._asks.get()) is not None:
@@ -259,7 +207,7 @@ class StoreTier:
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
-                self._check_speed()
+                self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
 
     def _take_asks(self, which: Callable[[LoadOrder], bool], before: float = float("inf")) -> list[LoadOrder]:
         with self._lock:
@@ -277,28 +225,8 @@ class StoreTier:
             engine.load_ended(order.load, 0)
 
     def _go_off(self) -> None:
-        """On the thread that found out why: loads end with what is there, and the writer tries again after a while."""
-        self._retry_at = self._clock() + self._retry_seconds
-        self._flushed.set()
         self._end_asks(self._take_asks(lambda _: True))
-        self._pool.cut_all()
-        self._writer.due()
-        if self._writer.engine is not None:
-            self._writer.engine.drop_kept()
-
-    def _check_speed(self) -> None:
-        rate, per_block = self._pool.rate, self._pool.seconds_per_block
-        if rate is None or per_block is None:
-            return
-        rate, slot_bytes = rate * NUM_READERS, self._slots.geometry.slot_bytes
-        if is_slow(rate, slot_bytes, per_block):
-            self.health.fail(
-                TierError(
-                    STORE_SLOW,
-                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {LEAST_GAIN * slot_bytes / per_block / 1e6:.1f} "
-                    f"MB/s to be {LEAST_GAIN:g} times as fast as computing",
-                )
-            )
+        super()._go_off()
 
     def _open(self) -> None:
         """Start a helper, and write and read; switch the tier on, or say why it stays off.
