@@ -5,8 +5,9 @@ On a real API server with the real StatefulSet controller, without nodes (`e2e.r
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from e2e.realapi import ControlPlane, Nodes
 from e2e.suite.bare import (
     DECODE,
     LOAD_SECONDS,
+    MERGE,
     Space,
     images,
     made_space,
@@ -159,6 +161,37 @@ def test_what_somebody_adds_to_a_template_is_named_and_replaces_nobody(space: Sp
     assert "metadata.annotations[example.com/note] is added" in found["message"]
     stays(space, before)
     space.settled(3)
+
+
+@pytest.fixture
+def deep_json() -> Iterator[None]:
+    """This process reads and writes what is nested as deeply as an API server takes."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(25_000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("deep_json")
+def test_an_object_that_is_nested_beyond_reason_ends_no_operator(space: Space, plane: ControlPlane) -> None:
+    """The free parts of a spec take 10,000 levels, and every model of the cluster has the same operator."""
+    before = serve(space, 2)
+    nested: Object = {}
+    for _ in range(5_000):
+        nested = {"a": nested}
+    path = space.path("inferencemodels", "m")
+    body: Object = {"spec": {"decode": {"podTemplate": {"spec": nested}}}}
+    plane.kubernetes.request("PATCH", path, body, MERGE)
+    found = until("the condition", lambda: space.told("Stalled"), within=10)
+    assert found["reason"] == "InvalidSpec"
+    assert "nested more than 100 levels deep" in found["message"]
+    plane.stop_operators()
+    plane.start_operator()
+    stays(space, before)
+    body = {"spec": {"decode": {"podTemplate": None, "replicas": 3}}}
+    plane.kubernetes.request("PATCH", path, body, MERGE)
+    space.wait_settled(3)
+    assert before.items() <= space.workers.items()
 
 
 def test_a_policy_that_rewrites_templates_takes_nobody_away(plane: ControlPlane, nodes: Nodes) -> None:

@@ -18,6 +18,9 @@ def main() -> None:
     except SettingsError as error:
         sys.exit(f"tandem-operator: {error}")
     set_up_logging(settings.log_level)
+    # The API server takes objects of 10,000 levels, and json.loads calls itself twice for each. One of them, which any
+    # tenant may write, must not end the operator of all: it is refused when it is read (`objects.parsing`).
+    sys.setrecursionlimit(25_000)
     sys.exit(asyncio.run(run_operator(settings)))
 
 

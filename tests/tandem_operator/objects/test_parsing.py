@@ -15,7 +15,7 @@ from tandem_api.crd.status import (
     ScalingStatus,
 )
 from tandem_operator.objects.errors import InvalidSpecError
-from tandem_operator.objects.parsing import parse_status, read_model, read_past
+from tandem_operator.objects.parsing import MOST_LEVELS, parse_status, read_model, read_past
 
 
 def test_a_good_object() -> None:
@@ -59,6 +59,26 @@ def test_what_is_free_by_design_is_not_looked_into() -> None:
     assert reading.model.spec.decode.pod_template is not None
     assert reading.model.spec.decode.pod_template.spec == free["spec"]
     assert read_model(raw_model(decode={"podTemplate": {"status": {}}})).unknown == ("spec.decode.podTemplate.status",)
+
+
+def nest(levels: int) -> Any:
+    nested: Any = 1
+    for level in range(levels):
+        nested = [nested] if level % 2 else {"a": nested}
+    return nested
+
+
+@pytest.mark.parametrize("levels", [200, 9_000])
+def test_what_is_nested_beyond_reason_is_refused_in_words(levels: int) -> None:
+    """Without a call for each level."""
+    raw = raw_model(decode={"podTemplate": {"spec": {"a": nest(levels)}}})
+    with pytest.raises(InvalidSpecError, match="spec is nested more than 100 levels deep"):
+        read_model(raw)
+    assert read_past(raw) is None
+
+
+def test_the_deepest_of_pod_templates_is_read() -> None:
+    read_model(raw_model(decode={"podTemplate": {"spec": {"a": nest(MOST_LEVELS - 20)}}}))
 
 
 def test_every_value_that_cannot_be_read_is_named_and_fields_beside_it() -> None:

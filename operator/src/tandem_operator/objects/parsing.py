@@ -9,7 +9,7 @@ are read past and named. A value that cannot be read is another matter, because 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +21,8 @@ from tandem_api.crd.status import InferenceModelStatus
 from tandem_operator.objects.errors import InvalidSpecError
 from tandem_operator.objects.manifests import Manifest, dig
 
+MOST_LEVELS = 100
+"""A pod template has about fifteen."""
 _Step = int | str
 
 
@@ -38,8 +40,13 @@ def read_model(raw: Manifest) -> ModelReading:
 
     Raises:
         InvalidSpecError: the installed schema admits values that this release cannot read; the sentence names every
-            one, and the unknown fields.
+            one, and the unknown fields. Or it is nested so deeply that nothing of it can be written.
     """
+    if is_too_deep(raw):
+        raise InvalidSpecError(
+            f"spec is nested more than {MOST_LEVELS} levels deep, which no pod template is: look at podTemplate and "
+            "affinity, and take out what does not belong there"
+        )
     found = raw | {"status": parse_status(raw)}
     try:
         return ModelReading(model=InferenceModel.model_validate(found))
@@ -52,9 +59,28 @@ def read_model(raw: Manifest) -> ModelReading:
         raise InvalidSpecError("; ".join([*problems, *(f"{path}: not known" for path in unknown)])) from error
 
 
+def is_too_deep(raw: Manifest) -> bool:
+    """Whether an object is nested beyond `MOST_LEVELS`. The API server takes up to 10,000 in the parts that are free by
+    design; what reads and writes objects calls itself for each level."""
+    level: list[Any] = [raw]
+    for _ in range(MOST_LEVELS):
+        level = [inner for each in level for inner in _look_into(each)]
+        if not level:
+            return False
+    return True
+
+
+def _look_into(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast(Manifest, value).values()
+    return cast(list[Any], value) if isinstance(value, list) else ()
+
+
 def read_past(raw: Manifest) -> InferenceModel | None:
     """What an object says besides values that cannot be read: to look at what runs by, and to make nothing from. None
-    where too little is left."""
+    where too little is left, or it is nested too deeply."""
+    if is_too_deep(raw):
+        return None
     found = copy.deepcopy(without_unknown(InferenceModel, raw | {"status": parse_status(raw)})[0])
     for _ in range(_TRIES):
         try:
