@@ -11,20 +11,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import leftovers
+from tests.forks import pytest_addoption, pytest_runtestloop
 from tests.full import reason_of
 from tests.mooncake.fixtures import loopback_alone, module_on_loopback_alone
 from tests.tandem_worker.process.forking import Forker
 
-__all__ = ("loopback_alone", "module_on_loopback_alone")
-"""Fixtures of others' files."""
+__all__ = ("loopback_alone", "module_on_loopback_alone", "pytest_addoption", "pytest_runtestloop")
+"""Fixtures and hooks of others' files."""
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("gate", settings.get_profile("tandem"), derandomize=True, max_examples=50)
 """The same examples in every run: a change is not refused for what chance finds elsewhere. The full run draws anew."""
-
-_left: list[str] = []
-"""What tests left behind, a sentence each."""
 
 LONG = (
     "tests/tandem_worker/process/",
@@ -84,32 +82,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["leftovers"] = leftovers.find_leftovers()
     elif not session.config.getoption("numprocesses", None):
-        _left.extend(leftovers.find_leftovers())
-    if _left and session.exitstatus == pytest.ExitCode.OK:
+        leftovers.found.extend(leftovers.find_leftovers())
+    if leftovers.found and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """What one of several processes left behind."""
-    _left.extend(getattr(node, "workeroutput", {}).get("leftovers", []))
+    leftovers.found.extend(getattr(node, "workeroutput", {}).get("leftovers", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was left behind."""
-    for each in _left:
+    for each in leftovers.found:
         terminalreporter.write_line(f"LEFT BEHIND: {each}", red=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers choose
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what the gate leaves to the full run. Where several processes share the tests they take files in this order:
     long ones first, but others in between, because long ones wait for timers and start processes, which side by side
     would wait for each other."""
     for item in items:
         if reason_of(item.nodeid) is not None:
             item.add_marker(pytest.mark.full)
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ or config.getoption("forks"):
         files: dict[str, list[pytest.Item]] = {}
         for item in items:
             files.setdefault(item.nodeid.partition("::")[0], []).append(item)

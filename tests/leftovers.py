@@ -11,12 +11,19 @@ from typing import Any
 _ENDING_SECONDS = 10.0
 """For children that have been told to end."""
 _made: list[str] = []
+found: list[str] = []
+"""A sentence for each thing that was left behind, by this process and those that share its tests."""
 
 
 def watch_temporary_files() -> None:
     """Note from now on what `tempfile` makes in this process. Folders of pytest's own are not made by it."""
     for name in ("mkdtemp", "mkstemp"):
         setattr(tempfile, name, _noting(getattr(tempfile, name)))
+
+
+def forget() -> None:
+    """In a process that was forked: what was made before is another one's."""
+    _made.clear()
 
 
 def _noting(make: Any) -> Any:
