@@ -412,14 +412,23 @@ class Cluster:
 
     def start(self) -> None:
         """An operator begins."""
-        self.scaler = Scaler(self.load, clock=lambda: self.load.now)
+        self.asked = True
+        self.scaler = Scaler(self.load, self.ask, clock=lambda: self.load.now)
         self.operator = Operator(self.server, self.client, release=RELEASE, scaler=self.scaler)
 
+    def ask(self, key: ModelKey) -> None:
+        """A decision is to be followed or told."""
+        self.asked = True
+
     async def run(self, seconds: float, rate: float) -> None:
+        """The model is looked at when a decision or something that was written says so, and once in six decisions."""
         self.load.rate = rate
-        for _ in range(int(seconds / PERIOD_SECONDS)):
+        for period in range(int(seconds / PERIOD_SECONDS)):
             self.load.pass_time()
             await self.scaler.decide_all()
+            if not (self.asked or self.server.written or period % 6 == 0):
+                continue
+            self.asked = False
             await look(self.server, self.operator, times=1)
             self.statuses += self.server.written.count(f"{MODEL}/status")
             self.load.workers = {
