@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import leftovers
-from tests.forks import pytest_addoption, pytest_runtestloop
+from tests.forks import is_forked, pytest_addoption, pytest_runtestloop
 from tests.full import reason_of
 from tests.mooncake.fixtures import loopback_alone, module_on_loopback_alone
 from tests.tandem_worker.process.forking import Forker
@@ -78,7 +78,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """What is frozen at the end of a process is never freed, and libraries in C take that for leaks and say so.
 
     A process that ran tests and leaves something behind fails the run; of several, each tells the first one."""
-    gc.unfreeze()
+    if not is_forked():  # those do not end as processes do
+        gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["leftovers"] = leftovers.find_leftovers()
     elif not session.config.getoption("numprocesses", None):

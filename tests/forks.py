@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from _pytest.config import create_terminal_writer  # public names do not reach w
 from _pytest.reports import TestReport
 
 from tests import leftovers
+
+_forked = threading.Event()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +50,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if link is not None:
         _work(session, link)
     return True
+
+
+def is_forked() -> bool:
+    """Whether this process was forked to take a share of the tests."""
+    return _forked.is_set()
 
 
 class _Process:
@@ -109,6 +117,7 @@ class Sharing:
             process.link.close()
         self._processes.clear()
         ours.close()
+        _forked.set()
         os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"  # by which tests of several processes keep apart
         return theirs
 
@@ -230,5 +239,9 @@ class _Telling:
     def pytest_sessionfinish(self) -> Iterator[None]:
         """Nothing of this process is needed any more: what the first one registered for its end is not run twice."""
         yield
+        try:
+            self._config._ensure_unconfigure()  # which also looks for what was lost unclosed
+        except BaseException:  # whatever it is, it is told
+            self._link.send(("error", traceback.format_exc()))
         self._link.send(("end", self._config.workeroutput["leftovers"]))  # type: ignore[attr-defined]
         os._exit(0)
