@@ -78,8 +78,6 @@ FULL: dict[str, str] = {
         "20 s of a worker under load: the engine's own tests of its velocity stay",
     "tests/tandem_worker/process/test_watchdog.py::test_a_step_timeout_of_zero_lets_steps_hang":
         "6 s: a start from nothing for a limit that is switched off; a step that hangs and a slow one stay",
-    "tests/tandem_worker/server/test_request_templates.py::test_templates_hold_up_nobody_but_each_other[large]":
-        "6 s: small ones stay",
 }  # fmt: skip
 
 
