@@ -28,7 +28,6 @@ LONG = (
     "tests/tandem_worker/process/",
     "tests/tandem_worker/kernels/test_interpreter.py",
     "tests/tandem_worker/kernels/test_compiles_for_hopper.py",
-    "tests/tandem_worker/model/backends/test_backends_interpreted.py",
     "tests/tandem_gateway/test_unbroken.py",
     "tests/tandem_worker/server/test_real_model.py",
     "tests/tandem_worker/server/test_resume.py",

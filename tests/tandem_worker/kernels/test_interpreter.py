@@ -1,7 +1,8 @@
 """Runs the tests of `on_device/` in Triton's interpreter, in a process of their own.
 
 Triton decides at import whether kernels are compiled or interpreted, and this process may have imported it already.
-One child runs all files; each file is a test here, so that a failure names its theme.
+One child runs all files, and two whole models, since it takes five seconds of a core to begin; each file is a test
+here, so that a failure names its theme.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent
-FILES = sorted(path.stem for path in (HERE / "on_device").glob("test_*.py"))
+MODEL = HERE.parent / "model"
+MODELS = {
+    "test_backends": f"{MODEL}/backends/test_backends.py::test_backends_agree[deepseek-cpu]",
+    "test_triton": f"{MODEL}/lossless/test_triton.py::test_answers_are_those_of_plain_weights[llama]",
+}
+"""Other families in the interpreter: `test_backends_interpreted.py` and `lossless/test_triton.py`, in the full run."""
+FILES = [*sorted(path.stem for path in (HERE / "on_device").glob("test_*.py")), *MODELS]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +31,8 @@ def outcome(tmp_path_factory, request) -> tuple[dict[str, list[str]], str]:
     report = tmp_path_factory.mktemp("interpreter") / "report.xml"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     selected = request.config.getoption("markexpr") or "not full"
-    command = [sys.executable, "-m", "pytest", str(HERE / "on_device"), "-q", f"--junitxml={report}", "-m", selected]
+    tests = [str(HERE / "on_device"), *MODELS.values()]
+    command = [sys.executable, "-m", "pytest", *tests, "-q", f"--junitxml={report}", "-m", selected]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     outcomes: dict[str, list[str]] = {name: [] for name in FILES}
     if report.exists():

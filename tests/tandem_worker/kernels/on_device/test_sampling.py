@@ -48,7 +48,7 @@ def test_draws_depend_on_seed_choice_and_position_only(device):
     choices = per_row(device, 0, 0, 0, 0, 1, 0, 0, dtype=torch.int64)
     positions = per_row(device, 0, 0, 5, 0, 0, 1, 0, dtype=torch.int64)
     ones = torch.ones(7, device=device)
-    arguments = (torch.zeros(7, 1000, device=device), seeds, choices, positions, ones, ones.int() * 0, ones, ones * 0)
+    arguments = (torch.zeros(7, 300, device=device), seeds, choices, positions, ones, ones.int() * 0, ones, ones * 0)
     tokens = kernels.sample_tokens(*arguments)
     assert torch.equal(tokens, reference.sample_tokens_reference(*arguments))
     assert len(set(tokens.tolist())) == 6
@@ -103,7 +103,7 @@ def test_samples_equal_the_twins(randn, device, top_k, top_p, min_p):
     temperature = per_row(device, 0.6, 1.5)
     p, low = (torch.full((2,), value, device=device) for value in (top_p, min_p))
     ks = torch.full((2,), top_k, dtype=torch.int32, device=device)
-    for first in range(0, 6, 2):
+    for first in range(0, 4, 2):
         arguments = (logits, *keys(device, 2, first), temperature, ks, p, low)
         assert torch.equal(kernels.sample_tokens(*arguments), reference.sample_tokens_reference(*arguments))
 

@@ -1,7 +1,7 @@
 """Runs `test_backends.py` in Triton's interpreter: the kernels themselves, in whole models, without a GPU.
 
-In a process of its own, because Triton decides at import; one child runs all families that are asked for: two by
-default, all of them in the full run.
+In a process of its own, because Triton decides at import; one child runs all families that are asked for. All of them
+belong to the full run but one, which `kernels/test_interpreter.py` runs beside the kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 from tests.tandem_worker.model.backends.test_backends import CASES
 
-DEFAULT = ("qwen3_moe_int4", "deepseek")
 FILE = Path(__file__).with_name("test_backends.py")
 
 
@@ -30,6 +29,7 @@ def report(request: pytest.FixtureRequest) -> str:
     return child.stdout + child.stderr
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in DEFAULT else pytest.mark.full) for f in CASES])
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in CASES if family != "deepseek"])
 def test_models_agree_in_the_interpreter(family: str, report: str) -> None:
     assert f"[{family}-cpu] PASSED" in report, report

@@ -1,7 +1,7 @@
 """The Triton backend keeps matrices in 12 bits and answers as with plain ones.
 
 Its twins run here, in bfloat16, and in Triton's interpreter the kernels themselves, in float32 (its bfloat16 products
-are wrong), each in a process of its own.
+are wrong), in processes of their own.
 """
 
 from __future__ import annotations
@@ -188,8 +188,10 @@ def test_where_it_cannot_be_had_it_is_refused_in_words(
 
 
 @pytest.mark.skipif(INTERPRETS, reason="it is what starts the interpreter")
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "llama" else pytest.mark.full) for f in CONFIGS])
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
 def test_the_kernels_answer_alike_in_the_interpreter(family: str) -> None:
+    """Llama does in every run: `kernels/test_interpreter.py`."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     test = f"{__file__}::test_answers_are_those_of_plain_weights[{family}]"
     command = [sys.executable, "-m", "pytest", test, "-q", "-p", "no:cacheprovider", "-m", ""]
