@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -239,9 +238,5 @@ class _Telling:
     def pytest_sessionfinish(self) -> Iterator[None]:
         """Nothing of this process is needed any more: what the first one registered for its end is not run twice."""
         yield
-        try:
-            self._config._ensure_unconfigure()  # which also looks for what was lost unclosed
-        except BaseException:  # whatever it is, it is told
-            self._link.send(("error", traceback.format_exc()))
         self._link.send(("end", self._config.workeroutput["leftovers"]))  # type: ignore[attr-defined]
         os._exit(0)
