@@ -134,7 +134,7 @@ def explain(x: ExchangeState) -> None:
         return
     assert x.head is not None
     assert x.choice is not None
-    choice, expected, canary = x.choice, x.choice.expected, x.inquiry.demand.canary
+    choice, expected, canary = x.choice, x.choice.expected, x.inquiry.canary
     behind = None if choice.conversion is None else choice.conversion.prefill_seconds
     fields = {
         "decode": choice.decode.worker.name,

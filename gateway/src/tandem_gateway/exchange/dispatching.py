@@ -29,7 +29,7 @@ def dispatch(x: ExchangeState, full: Collection[str] = NO_NAMES) -> bool:
     Called again whenever endpoints change.
     """
     now = x.loop.time()
-    context, continuation, demand = x.context, x.continuation, x.inquiry.demand
+    context, continuation, demand = x.context, x.continuation, x.inquiry
     began = 0.0 if x.trace is None else monotonic()
     if x.phase == NEW and context.queue.line.size and context.queue.enabled:
         join_queue(x, now)  # others were here before
@@ -112,7 +112,7 @@ def wait_for_worker(x: ExchangeState, now: float, apart: Collection[str]) -> Non
 def choose_apart(x: ExchangeState, full: Collection[str], now: float) -> tuple[Choice | None, frozenset[str]]:
     """A worker without another request that may kill it, and those that this one is kept from meanwhile."""
     x.isolate_by = x.isolate_by or now + LONGEST_WAIT_SECONDS
-    scheduler, isolation, demand = x.context.scheduler, x.context.isolation, x.inquiry.demand
+    scheduler, isolation, demand = x.context.scheduler, x.context.isolation, x.inquiry
     kept_from = {*full, *x.excluded}
     occupied = isolation.find_occupied(now)
     choice = scheduler.choose(demand, now, kept_from | occupied)
@@ -131,7 +131,7 @@ def join_queue(x: ExchangeState, now: float) -> None:
     if now >= x.give_up_at:
         fail(x, queue.refuse())
         return
-    tokens = x.inquiry.demand.prompt_tokens
+    tokens = x.inquiry.prompt_tokens
     try:
         x.ticket = queue.join(x, arrived=x.arrived, tokens=tokens, now=now, source=x.connection.source)
     except RequestError as error:
@@ -157,7 +157,7 @@ def choose_to_go_on(x: ExchangeState, continuation: Continuation, now: float) ->
     scheduler = x.context.scheduler
     workers = [endpoint.worker for endpoint in scheduler.endpoints.values()]
     others = {worker.name for worker in workers if not _may_go_on(worker, continuation)}
-    return scheduler.choose(x.inquiry.demand, now, x.excluded | others)
+    return scheduler.choose(x.inquiry, now, x.excluded | others)
 
 
 def answer_seconds(x: ExchangeState) -> float:
@@ -180,7 +180,7 @@ def stay_in_queue(x: ExchangeState) -> bool:
     if x.deadline > x.give_up_at:
         return dispatch(x)
     x.deadline = now + x.context.queue.settings.ttl_seconds
-    return x.context.scheduler.choose(x.inquiry.demand, now) is not None
+    return x.context.scheduler.choose(x.inquiry, now) is not None
 
 
 def _may_go_on(worker: Worker, continuation: Continuation) -> bool:

@@ -121,7 +121,7 @@ class Exchange(ExchangeState):
         if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         if head.status == 200:
-            scheduler.accept(choice, self.inquiry.demand, self.reservation, now)
+            scheduler.accept(choice, self.inquiry, self.reservation, now)
             if choice.prefill:
                 scheduler.report_prefill(choice, head.fields.get(_PREFILL_WORKER, b"").decode("latin-1"), now)
 

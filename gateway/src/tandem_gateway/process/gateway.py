@@ -177,7 +177,7 @@ class Gateway:
         computes = exchange.request.path in COMPUTES
         self.traffic.finished += well and computes
         if computes and exchange.status in REFUSED:
-            self.traffic.take_back(exchange.inquiry.demand.prompt_tokens)
+            self.traffic.take_back(exchange.inquiry.prompt_tokens)
         usage, events = exchange.usage, 0 if exchange.stream is None else exchange.stream.events
         if usage is not None or events > 2:
             if computes:

@@ -123,7 +123,7 @@ class Intake:
         gateway.exchanges.add(exchange)
         gateway.metrics.in_flight += 1
         if request.path in COMPUTES:
-            traffic, tokens = gateway.traffic, inquiry.demand.prompt_tokens
+            traffic, tokens = gateway.traffic, inquiry.prompt_tokens
             if traffic.ahead:
                 traffic.make_up(tokens)
             else:
