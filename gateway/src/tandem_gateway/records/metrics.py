@@ -75,16 +75,19 @@ class Metrics:
         """
         self.in_flight -= 1
         self.requests[path, status] += 1
-        self.disconnects += status == _CLIENT_GONE
+        if status == _CLIENT_GONE:
+            self.disconnects += 1
         duration = self.duration
         duration.counts[bisect_left(BUCKETS, seconds)] += 1
         duration.total += seconds
         if ttft is not None:
-            self.ttft.counts[bisect_left(BUCKETS, ttft)] += 1
-            self.ttft.total += ttft
+            first = self.ttft
+            first.counts[bisect_left(BUCKETS, ttft)] += 1
+            first.total += ttft
         if ratio is not None:
-            self.prediction.counts[bisect_left(RATIOS, ratio)] += 1
-            self.prediction.total += ratio
+            prediction = self.prediction
+            prediction.counts[bisect_left(RATIOS, ratio)] += 1
+            prediction.total += ratio
 
     def count_wait(self, outcome: str, seconds: float) -> None:
         """A request has ended its wait for a worker."""

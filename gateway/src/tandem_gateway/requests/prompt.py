@@ -364,7 +364,9 @@ def _check_priority(value: Any, lowest: int) -> None:
 
 def _is_scored(fields: dict[str, Any]) -> bool:
     """Whether numbers of each prompt token are asked for."""
-    return fields.get("prompt_logprobs") is not None or (bool(fields.get("echo")) and fields.get("logprobs") is not None)
+    return fields.get("prompt_logprobs") is not None or (
+        bool(fields.get("echo")) and fields.get("logprobs") is not None
+    )
 
 
 def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:

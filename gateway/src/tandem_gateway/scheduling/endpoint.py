@@ -176,14 +176,10 @@ class Endpoint:
 
     def charge(self, prefill: int, decode: int, others: int = 0) -> None:
         """Change what is outstanding."""
-        change = DECODE_WEIGHT * decode + prefill
-        if prefill:
-            self.prefill_tokens += prefill
-        if decode:
-            self.decode_tokens += decode
-        if others:
-            self.others += others
-            change += others
+        change = DECODE_WEIGHT * decode + prefill + others
+        self.prefill_tokens += prefill
+        self.decode_tokens += decode
+        self.others += others
         self.load = load = self.load + change
         pool = self.pool
         if pool is not None and self.level >= 0:

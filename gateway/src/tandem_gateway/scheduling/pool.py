@@ -6,33 +6,29 @@ tokens counts as idle. Moving on a change of load, finding the least loaded and 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from itertools import islice
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.ring import Ring
 
-_FINE_BITS = 3
-_IDLE_BITS = 6
+_IDLE_TOKENS = 64
+_DOUBLINGS = 64
+_STARTS = [0] + [
+    (_IDLE_TOKENS << doublings) // 8 * (8 + eighth) for doublings in range(_DOUBLINGS) for eighth in range(8)
+]
+"""Where buckets begin: eight for every doubling, none below 64 tokens. No load comes near the end."""
 
 
 def find_level(load: float) -> int:
-    """The bucket of a load: eight for every doubling, none below 64 tokens."""
-    tokens = int(load)
-    bits = tokens.bit_length()
-    if bits <= _IDLE_BITS:
-        return 0
-    return ((bits - _IDLE_BITS) << _FINE_BITS) + ((tokens >> (bits - 1 - _FINE_BITS)) & 7) - 7
+    """The bucket of a load."""
+    return bisect_right(_STARTS, load) - 1
 
 
 def find_range(level: int) -> tuple[int, int]:
     """The loads of a bucket: from the first one to below the second."""
-    if level == 0:
-        return 0, 1 << _IDLE_BITS
-    doublings, eighth = divmod(level - 1, 1 << _FINE_BITS)
-    width = 1 << doublings + _IDLE_BITS - _FINE_BITS
-    start = (1 << doublings + _IDLE_BITS) + eighth * width
-    return start, start + width
+    return _STARTS[level], _STARTS[level + 1]
 
 
 class Pool:
@@ -85,7 +81,7 @@ class Pool:
     def relevel(self, endpoint: Endpoint) -> None:
         """Its load has left the range of its level."""
         self._take(endpoint)
-        self._put(endpoint, find_level(endpoint.load))
+        self._put(endpoint, bisect_right(_STARTS, endpoint.load) - 1)
 
     def find_idle(self, count: int, excluded: Collection[str], start: int = 0) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket. Within one, `start` says where to begin: gateways
@@ -109,12 +105,13 @@ class Pool:
 
     def _put(self, endpoint: Endpoint, level: int) -> None:
         endpoint.level = level
-        endpoint.level_from, endpoint.level_below = find_range(level)
+        endpoint.level_from, endpoint.level_below = _STARTS[level], _STARTS[level + 1]
         bucket = self._buckets.get(level)
         if bucket is None:
             bucket = self._buckets[level] = {}
+        if not bucket:
+            self._filled |= 1 << level
         bucket[endpoint] = None
-        self._filled |= 1 << level
 
     def _take(self, endpoint: Endpoint) -> None:
         level = endpoint.level
