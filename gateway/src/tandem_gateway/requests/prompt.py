@@ -30,8 +30,11 @@ _Object = dict[str, Any]
 _List = list[Any]
 _DICT: Any = dict
 _LIST: Any = list
-"""`dict` and `list` for tests that every request goes through: what is tested stays `Any`, and no call is spent on
+_STR: Any = str
+"""Types for tests that every request goes through: what is tested stays `Any`, and no call is spent on
 telling the type checker so."""
+_PLAIN = 2
+"""Fields of a message that is role and text alone."""
 _COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Texts of a request to compare them, under all their names."""
 _SELDOM = frozenset(("cache_salt", "echo", "metadata", "priority", "prompt_cache_key", "prompt_logprobs", "user"))
@@ -163,11 +166,39 @@ def check_name(name: str, served_names: Sequence[str]) -> None:
 def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     """The conversation as bytes whose prefix stays equal from turn to turn; and its root, up to the first question."""
     messages: Any = fields.get("messages")
-    if messages is None:
-        raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, _LIST) or not messages:
+        if messages is None:
+            raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
-    return _join(fields, messages)
+    tools: Any = fields.get("tools")
+    parts = [_canonical(tools, "tools")] if tools else []
+    rich: list[Any] = []
+    root_parts = 0
+    for index, message in enumerate(messages):
+        if not isinstance(message, _DICT):
+            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
+        role: Any = message.get("role")
+        content: Any = message.get("content")
+        if not isinstance(role, _STR):
+            name = f"messages[{index}].role"
+            raise BadRequest(f"{name!r} must be a string", param=name, code="invalid_type")
+        if len(message) == _PLAIN and isinstance(content, _STR):
+            if rich:
+                _add_rich(parts, rich)
+            parts.append(f"{role}\0{content}\0".encode())
+        else:
+            rich.append(message)
+        if not root_parts and role == "user":
+            if rich:
+                _add_rich(parts, rich)
+            root_parts = len(parts)
+    if rich:
+        _add_rich(parts, rich)
+    count = len(parts)
+    if count == 1:
+        return parts[0], parts[0]
+    prompt = b"".join(parts)
+    return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < count else prompt
 
 
 def canonical_messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -271,35 +302,6 @@ def read_items(fields: dict[str, Any]) -> list[Any]:
     return cast(list[Any], items)
 
 
-def _join(fields: dict[str, Any], messages: list[Any]) -> tuple[bytes, bytes]:
-    tools: Any = fields.get("tools")
-    parts = [_canonical(tools, "tools")] if tools else []
-    rich: list[Any] = []
-    root_parts = 0
-    for index, message in enumerate(messages):
-        if not isinstance(message, _DICT):
-            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
-        role: Any = message.get("role")
-        if not isinstance(role, str):
-            name = f"messages[{index}].role"
-            raise BadRequest(f"{name!r} must be a string", param=name, code="invalid_type")
-        content: Any = message.get("content")
-        if not isinstance(content, str) or len(message) != 2:
-            rich.append(message)
-        else:
-            if rich:
-                _add_rich(parts, rich)
-            parts.append(f"{role}\0{content}\0".encode())
-        if role == "user" and not root_parts:
-            if rich:
-                _add_rich(parts, rich)
-            root_parts = len(parts)
-    if rich:
-        _add_rich(parts, rich)
-    prompt = parts[0] if len(parts) == 1 else b"".join(parts)
-    return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < len(parts) else prompt
-
-
 def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
     """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
 
@@ -341,9 +343,10 @@ def _canonical(value: object, param: str) -> bytes:
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
     for name in _MAX_TOKENS:
-        value: Any = fields.get(name)
-        if type(value) is int and value > 0:
-            return value
+        if name in fields:
+            value: Any = fields[name]
+            if type(value) is int and value > 0:
+                return value
     return None
 
 

@@ -67,7 +67,10 @@ class Pool:
             return
         self.available += 1
         self.load += endpoint.load
-        self._put(endpoint, find_level(endpoint.load))
+        endpoint.level = level = find_level(endpoint.load)
+        endpoint.level_from, endpoint.level_below = find_range(level)
+        self._buckets.setdefault(level, {})[endpoint] = None
+        self._filled |= 1 << level
 
     def bar(self, endpoint: Endpoint) -> None:
         """It may not be chosen until it is admitted."""
@@ -75,13 +78,26 @@ class Pool:
             return
         self.available -= 1
         self.load -= endpoint.load
-        self._take(endpoint)
+        bucket = self._buckets[endpoint.level]
+        del bucket[endpoint]
+        if not bucket:
+            self._filled ^= 1 << endpoint.level
         endpoint.level = -1
 
     def relevel(self, endpoint: Endpoint) -> None:
         """Its load has left the range of its level."""
-        self._take(endpoint)
-        self._put(endpoint, bisect_right(_STARTS, endpoint.load) - 1)
+        buckets, old = self._buckets, endpoint.level
+        endpoint.level = level = bisect_right(_STARTS, endpoint.load) - 1
+        endpoint.level_from, endpoint.level_below = _STARTS[level], _STARTS[level + 1]
+        bucket = buckets[old]
+        del bucket[endpoint]
+        if not bucket:
+            self._filled ^= 1 << old
+        bucket = buckets.get(level)
+        if bucket is None:
+            bucket = buckets[level] = {}
+        bucket[endpoint] = None
+        self._filled |= 1 << level
 
     def find_idle(self, count: int, excluded: Collection[str], start: int = 0) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket. Within one, `start` says where to begin: gateways
@@ -102,20 +118,3 @@ class Pool:
                     if len(found) == count:
                         return found
         return found
-
-    def _put(self, endpoint: Endpoint, level: int) -> None:
-        endpoint.level = level
-        endpoint.level_from, endpoint.level_below = _STARTS[level], _STARTS[level + 1]
-        bucket = self._buckets.get(level)
-        if bucket is None:
-            bucket = self._buckets[level] = {}
-        if not bucket:
-            self._filled |= 1 << level
-        bucket[endpoint] = None
-
-    def _take(self, endpoint: Endpoint) -> None:
-        level = endpoint.level
-        bucket = self._buckets[level]
-        del bucket[endpoint]
-        if not bucket:
-            self._filled &= ~(1 << level)
