@@ -46,7 +46,7 @@ _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _RETRY_FULL = RETRY_FULL.encode()
-_ANSWERED = Outcome.ANSWERED
+_ANSWERED, _ERROR = Outcome.ANSWERED, Outcome.ERROR
 _DETAILS = {
     Ending.DRAINING: "the worker is shutting down",
     # About this gateway's key, never about the client, who has shown the worker nothing.
@@ -118,7 +118,7 @@ class Exchange(ExchangeState):
                 for endpoint, failure in self.suspects:
                     scheduler.report(endpoint, failure, now)
             self.suspects = ()
-        if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
+        if outcome is not _ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         if head.status == 200:
             scheduler.accept(choice, self.inquiry, reservation, now)

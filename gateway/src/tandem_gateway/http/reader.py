@@ -172,7 +172,6 @@ class RequestReader:
         self._request = request
         self.phase = BODY
         self.steps += 1
-        self._framed = 0
         self._upgrading = self._parser.should_upgrade()
         self.wants_continue = b"expect" in request.headers
 

@@ -173,7 +173,7 @@ class Reservation:
             copy.note_stored()
         if decode.health.probe is self:
             decode.retry_probe()
-        if prefill.health.probe is self:
+        if prefill is not decode and prefill.health.probe is self:
             prefill.retry_probe()
 
     def _end_prefill(self) -> None:

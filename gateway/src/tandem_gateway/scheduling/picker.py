@@ -153,7 +153,7 @@ def pick(
     if not offers:
         return None
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
-    _, prefills, decode, _, _, _ = offer
+    prefills, decode = offer[1], offer[2]
     prompt = demand.prompt_tokens
     if known is NOTHING:
         return Choice(decode, prefills, prompt, 0, 0, offers)

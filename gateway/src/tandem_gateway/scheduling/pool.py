@@ -1,7 +1,8 @@
 """The endpoints of one role and revision, kept so that choosing among them needs no scan.
 
 Endpoints that may be chosen lie in buckets by their load; a bucket spans an eighth of its load, and what is below 64
-tokens counts as idle. Moving on a change of load, finding the least loaded and knowing the sum of all loads are O(1).
+tokens counts as idle. Whose load has changed by that much since is moved when somebody asks for the least loaded: where
+all are candidates anyway, nobody does. Moving, finding the least loaded and knowing the sum of all loads are O(1).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def find_range(level: int) -> tuple[int, int]:
 class Pool:
     """Endpoints of one role and revision."""
 
-    __slots__ = ("_buckets", "_filled", "available", "load", "members", "ring")
+    __slots__ = ("_buckets", "_filled", "available", "load", "members", "moved", "ring")
 
     def __init__(self) -> None:
         self.members: dict[int, Endpoint] = {}
@@ -47,6 +48,8 @@ class Pool:
         self._buckets: dict[int, dict[Endpoint, None]] = {}
         self._filled = 0
         """Bit n: bucket n has somebody."""
+        self.moved: dict[Endpoint, None] = {}
+        """Those that may be chosen whose load has left the range of their level."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
         self.ring.add(endpoints)
@@ -67,10 +70,7 @@ class Pool:
             return
         self.available += 1
         self.load += endpoint.load
-        endpoint.level = level = find_level(endpoint.load)
-        endpoint.level_from, endpoint.level_below = find_range(level)
-        self._buckets.setdefault(level, {})[endpoint] = None
-        self._filled |= 1 << level
+        self._put(endpoint)
 
     def bar(self, endpoint: Endpoint) -> None:
         """It may not be chosen until it is admitted."""
@@ -78,31 +78,16 @@ class Pool:
             return
         self.available -= 1
         self.load -= endpoint.load
-        bucket = self._buckets[endpoint.level]
-        del bucket[endpoint]
-        if not bucket:
-            self._filled ^= 1 << endpoint.level
+        self._take(endpoint)
         endpoint.level = -1
-
-    def relevel(self, endpoint: Endpoint) -> None:
-        """Its load has left the range of its level."""
-        buckets, old = self._buckets, endpoint.level
-        endpoint.level = level = bisect_right(_STARTS, endpoint.load) - 1
-        endpoint.level_from, endpoint.level_below = _STARTS[level], _STARTS[level + 1]
-        bucket = buckets[old]
-        del bucket[endpoint]
-        if not bucket:
-            self._filled ^= 1 << old
-        bucket = buckets.get(level)
-        if bucket is None:
-            bucket = buckets[level] = {}
-        bucket[endpoint] = None
-        self._filled |= 1 << level
+        self.moved.pop(endpoint, None)
 
     def find_idle(self, count: int, excluded: Collection[str], start: int = 0) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket. Within one, `start` says where to begin: gateways
         that hear the same of workers have them in the same order, and would all send to the first.
         """
+        if self.moved:
+            self._sort()
         found: list[Endpoint] = []
         filled = self._filled
         while filled:
@@ -118,3 +103,22 @@ class Pool:
                     if len(found) == count:
                         return found
         return found
+
+    def _sort(self) -> None:
+        """Each into the bucket of its load, behind those that were there before."""
+        for endpoint in self.moved:
+            self._take(endpoint)
+            self._put(endpoint)
+        self.moved.clear()
+
+    def _put(self, endpoint: Endpoint) -> None:
+        endpoint.level = level = find_level(endpoint.load)
+        endpoint.level_from, endpoint.level_below = find_range(level)
+        self._buckets.setdefault(level, {})[endpoint] = None
+        self._filled |= 1 << level
+
+    def _take(self, endpoint: Endpoint) -> None:
+        bucket = self._buckets[endpoint.level]
+        del bucket[endpoint]
+        if not bucket:
+            self._filled ^= 1 << endpoint.level

@@ -260,11 +260,12 @@ class Scheduler:
         prefill = choice.prefill[0] if choice.prefill else decode
         written = choice.uncached_tokens + choice.pulled_tokens + choice.stored_tokens
         decode.kv_written += written
-        both = (decode,)
         if prefill is not decode:
             prefill.kv_written += written
-            both = (prefill, decode)
         chain = demand.prefix
+        if not chain and demand.prompt_tokens < SLACK_TOKENS:
+            return
+        both = (decode,) if prefill is decode else (prefill, decode)
         if chain:
             reservation.copy = self.index.record(chain, both, now)
         if len(chain) < SHORT_CHUNKS and demand.affinity and demand.prompt_tokens >= SLACK_TOKENS:
