@@ -38,6 +38,7 @@ class Reports:
         return gateway.metrics.render(
             endpoints=endpoints,
             tokens=tokens,
+            in_flight=len(gateway.exchanges),
             queued=gateway.queue.line.size,
             failures={outcome.value: count for outcome, count in gateway.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in gateway.scheduler.ejections.items()},

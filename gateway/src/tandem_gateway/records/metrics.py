@@ -57,8 +57,6 @@ class Metrics:
         self.queue_waits: Counter[str] = Counter()
         """Requests that waited for a worker, by how that ended, and those that might not."""
         self.queue_seconds = Histogram()
-        self.disconnects = 0
-        self.in_flight = 0
         self.ttft = Histogram()
         self.prediction = Histogram(RATIOS)
         self.duration = Histogram()
@@ -73,10 +71,7 @@ class Metrics:
         """A request to workers has ended, after so many seconds. `ttft`: of them, those before the first token.
         `ratio`: of the predicted to the measured time to the first token.
         """
-        self.in_flight -= 1
         self.requests[path, status] += 1
-        if status == _CLIENT_GONE:
-            self.disconnects += 1
         duration = self.duration
         duration.counts[bisect_left(BUCKETS, seconds)] += 1
         duration.total += seconds
@@ -100,6 +95,7 @@ class Metrics:
         *,
         endpoints: Mapping[tuple[str, str], int],
         tokens: Mapping[str, int],
+        in_flight: int = 0,
         queued: int = 0,
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
@@ -108,10 +104,10 @@ class Metrics:
         spans: Mapping[str, int] = _NONE,
         more: Iterable[Family] = (),
     ) -> bytes:
-        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `queued` requests wait
-        for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its workers served and
-        whether they did in others' stead, `telemetry` reads of samples by how they ended, `spans` by what became of
-        them, `more` what other parts tell.
+        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, as are so many requests
+        (`in_flight`), of which `queued` ones wait for a worker, `failures` and `ejections` of workers are by reason,
+        `canary` by whether its workers served and whether they did in others' stead, `telemetry` reads of samples by
+        how they ended, `spans` by what became of them, `more` what other parts tell.
         """
         registry = CollectorRegistry()
         by_reason = [
@@ -146,10 +142,13 @@ class Metrics:
             label="outcome",
         )  # fmt: skip
         more = (*([traced] if spans else []), *more)
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue, *more]))
+        own = self._families(endpoints, tokens, in_flight)
+        registry.register(_Snapshot([*own, *by_reason, sides, reads, *queue, *more]))
         return generate_latest(registry)
 
-    def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:
+    def _families(
+        self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int], in_flight: int
+    ) -> list[Family]:
         requests = CounterMetricFamily(
             Metric.GATEWAY_REQUESTS_TOTAL, "Requests answered, by path and status.", labels=("path", "code")
         )
@@ -164,23 +163,23 @@ class Metrics:
             "Streams that broke off because they could not go on at another worker, by why not.",
             self.failed_resumes,
         )
-        in_flight = GaugeMetricFamily(
+        outstanding = GaugeMetricFamily(
             Metric.GATEWAY_TOKENS_IN_FLIGHT, "Estimated tokens sent to workers and not yet computed.", labels=("kind",)
         )
         for kind, count in sorted(tokens.items()):
-            in_flight.add_metric((kind,), count)
+            outstanding.add_metric((kind,), count)
         known = GaugeMetricFamily(
             Metric.GATEWAY_ENDPOINTS, "Workers known, by role and state.", labels=("role", "state")
         )
         for labels, count in sorted(endpoints.items()):
             known.add_metric(labels, count)
         return [
-            requests, retries, resumes, failed, in_flight, known,
+            requests, retries, resumes, failed, outstanding, known,
             CounterMetricFamily(
                 Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "Clients that left before their answer ended.",
-                value=self.disconnects,
+                value=sum(count for (_, status), count in self.requests.items() if status == _CLIENT_GONE),
             ),
-            GaugeMetricFamily(Metric.GATEWAY_REQUESTS_IN_FLIGHT, "Requests not yet ended.", value=self.in_flight),
+            GaugeMetricFamily(Metric.GATEWAY_REQUESTS_IN_FLIGHT, "Requests not yet ended.", value=in_flight),
             self.ttft.family(
                 Metric.GATEWAY_TTFT_SECONDS, "From a request's last byte to the first of its stream."
             ),
