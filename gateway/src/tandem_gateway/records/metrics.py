@@ -104,10 +104,10 @@ class Metrics:
         spans: Mapping[str, int] = _NONE,
         more: Iterable[Family] = (),
     ) -> bytes:
-        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, as are so many requests
-        (`in_flight`), of which `queued` ones wait for a worker, `failures` and `ejections` of workers are by reason,
-        `canary` by whether its workers served and whether they did in others' stead, `telemetry` reads of samples by
-        how they ended, `spans` by what became of them, `more` what other parts tell.
+        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, and so are requests;
+        `queued` of them wait for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its
+        workers served and whether they did in others' stead, `telemetry` reads of samples by how they ended, `spans` by
+        what became of them, `more` what other parts tell.
         """
         registry = CollectorRegistry()
         by_reason = [
