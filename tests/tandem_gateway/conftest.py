@@ -303,7 +303,6 @@ class Running:
     async def idle(self) -> None:
         """Wait until nothing is in flight, then check that every counter is back at zero."""
         await until(lambda: not self.gateway.exchanges and not any(worker.answering for worker in self.workers))
-        assert self.gateway.metrics.in_flight == 0
         for endpoint in self.gateway.scheduler.endpoints.values():
             assert (endpoint.requests, endpoint.prefill_tokens, endpoint.decode_tokens) == (0, 0, 0)
 

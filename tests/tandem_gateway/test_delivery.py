@@ -52,7 +52,7 @@ async def test_a_client_that_leaves_in_the_middle_is_logged_as_gone(start_gatewa
     writer.transport.abort()
     await until(lambda: lines)
     assert [line["status"] for line in lines] == [499]
-    assert running.gateway.metrics.disconnects == 1
+    assert running.gateway.metrics.requests["/v1/chat/completions", 499] == 1
 
 
 async def test_a_client_that_takes_nothing_of_it_is_dropped(start_gateway, start_worker, chat, until) -> None:

@@ -206,8 +206,8 @@ def read(path: str = RESPONSES, **fields: Any) -> Inquiry:
 
 def test_what_routing_reads() -> None:
     short, long = read(input="x" * 2000), read(input=[{"role": "user", "content": "x" * 2000}, {"type": "reasoning"}])
-    assert long.demand.prefix[0] == short.demand.prefix[0]
-    assert long.demand.affinity == short.demand.affinity
+    assert long.prefix[0] == short.prefix[0]
+    assert long.affinity == short.affinity
     assert read(input="x", max_output_tokens=7).max_tokens == 7
     assert read(input="x", instructions="y" * 3000).prompt_bytes > 3000
     question = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}

@@ -6,7 +6,9 @@ from tandem_gateway.records.metrics import BUCKETS, Metrics
 
 def render(metrics: Metrics) -> list[str]:
     return (
-        metrics.render(endpoints={("decode", "available"): 2}, tokens={"prefill": 5, "decode": 7}).decode().splitlines()
+        metrics.render(endpoints={("decode", "available"): 2}, tokens={"prefill": 5, "decode": 7}, in_flight=4)
+        .decode()
+        .splitlines()
     )
 
 
@@ -14,11 +16,12 @@ def test_counters_and_gauges() -> None:
     metrics = Metrics()
     metrics.requests["/v1/completions", 200] += 3
     metrics.retries["refused"] += 1
-    metrics.in_flight = 4
+    metrics.requests["/v1/completions", 499] += 2
     lines = render(metrics)
     assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{code="200",path="/v1/completions"}} 3.0' in lines
     assert f'{Metric.GATEWAY_RETRIES_TOTAL}{{reason="refused"}} 1.0' in lines
     assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 4.0" in lines
+    assert f"{Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL} 2.0" in lines
     assert f'{Metric.GATEWAY_TOKENS_IN_FLIGHT}{{kind="decode"}} 7.0' in lines
     assert f'{Metric.GATEWAY_ENDPOINTS}{{role="decode",state="available"}} 2.0' in lines
 

@@ -71,7 +71,7 @@ def test_nobody_stands_ahead_of_others_unless_the_owner_allows_it(path: str, val
     with pytest.raises(BadRequest, match="at least 0") as caught:
         read(body, path)
     assert caught.value.param == "priority"
-    assert read(body | {"priority": 5}, path).demand.prompt_tokens > 0
+    assert read(body | {"priority": 5}, path).prompt_tokens > 0
     if float(value) >= -10:
         read(body, path, min_priority=-10)
     else:
@@ -87,15 +87,15 @@ def test_priorities_that_are_none_are_the_worker_s_to_judge(value: Any) -> None:
 def test_what_one_salt_or_tenant_asked_is_nothing_to_others() -> None:
     body = {"messages": [{"role": "user", "content": "x" * 4096}], "user": "u"}
     asked = [
-        read(body).demand,
-        read(body | {"cache_salt": "a"}).demand,
-        read(body | {"cache_salt": "b"}).demand,
-        read(body, authorization=b"Bearer a").demand,
-        read(body | {"cache_salt": "a"}, authorization=b"Bearer a").demand,
+        read(body),
+        read(body | {"cache_salt": "a"}),
+        read(body | {"cache_salt": "b"}),
+        read(body, authorization=b"Bearer a"),
+        read(body | {"cache_salt": "a"}, authorization=b"Bearer a"),
     ]
     assert len({entry for demand in asked for entry in demand.prefix}) == sum(len(demand.prefix) for demand in asked)
     assert len({demand.affinity for demand in asked}) == len(asked)
-    assert read(body, authorization=b"Bearer a").demand.prefix == asked[3].prefix
+    assert read(body, authorization=b"Bearer a").prefix == asked[3].prefix
 
 
 def test_nesting_beyond_reason_is_refused() -> None:
@@ -123,8 +123,8 @@ def read_status(body: Any, path: str) -> int:
         inquiry = read(body, path)
     except RequestError as error:
         return error.status
-    assert inquiry.demand.output_tokens >= 1
-    assert inquiry.demand.prompt_tokens >= 1
+    assert inquiry.output_tokens >= 1
+    assert inquiry.prompt_tokens >= 1
     return 200
 
 
@@ -156,29 +156,29 @@ def test_turns_of_a_conversation_share_prefix_and_affinity() -> None:
         {"model": "toy", "max_tokens": 3, "messages": [system, USER, {"role": "assistant", "content": "a" * 900}, USER]}
     )
     other = read({"model": "toy", "messages": [system, {"role": "user", "content": "else"}]})
-    assert len(first.demand.prefix) == 2
-    assert second.demand.prefix[:2] == first.demand.prefix
-    assert second.demand.affinity == first.demand.affinity != other.demand.affinity
+    assert len(first.prefix) == 2
+    assert second.prefix[:2] == first.prefix
+    assert second.affinity == first.affinity != other.affinity
 
 
 def test_a_clients_own_key_decides_the_affinity() -> None:
     body = {"model": "toy", "messages": [USER]}
-    header = read(body, affinity=b"s1").demand.affinity
-    assert header == read({**body, "prompt_cache_key": "s1"}).demand.affinity
-    assert header == read({**body, "user": "s1"}).demand.affinity
-    assert header == read({**body, "user": "u", "prompt_cache_key": "s1"}).demand.affinity
-    assert header != read(body).demand.affinity
+    header = read(body, affinity=b"s1").affinity
+    assert header == read({**body, "prompt_cache_key": "s1"}).affinity
+    assert header == read({**body, "user": "s1"}).affinity
+    assert header == read({**body, "user": "u", "prompt_cache_key": "s1"}).affinity
+    assert header != read(body).affinity
 
 
 def test_token_ids_are_counted_exactly() -> None:
-    assert read({"model": "toy", "prompt": list(range(77))}, COMPLETIONS).demand.prompt_tokens == 77
-    assert read({"model": "toy", "input": list(range(77))}, EMBEDDINGS).demand.prompt_tokens == 77
+    assert read({"model": "toy", "prompt": list(range(77))}, COMPLETIONS).prompt_tokens == 77
+    assert read({"model": "toy", "input": list(range(77))}, EMBEDDINGS).prompt_tokens == 77
 
 
 def test_only_what_decodes_goes_through_a_pair() -> None:
-    assert not read({"model": "toy", "messages": [USER]}).demand.local
-    assert not read({"model": "toy", "prompt": "x"}, COMPLETIONS).demand.local
-    embedding = read({"model": "toy", "input": "x" * 400}, EMBEDDINGS).demand
+    assert not read({"model": "toy", "messages": [USER]}).local
+    assert not read({"model": "toy", "prompt": "x"}, COMPLETIONS).local
+    embedding = read({"model": "toy", "input": "x" * 400}, EMBEDDINGS)
     assert embedding.local
     assert (embedding.prompt_tokens, embedding.output_tokens) == (101, 1)
 
@@ -196,7 +196,7 @@ def test_only_what_decodes_goes_through_a_pair() -> None:
     ],
 )
 def test_who_asks_for_numbers_of_the_prompt_has_all_of_it_computed(fields: dict[str, Any], scored: bool) -> None:
-    assert read({"prompt": "text", **fields}, COMPLETIONS).demand.scored is scored
+    assert read({"prompt": "text", **fields}, COMPLETIONS).scored is scored
 
 
 def test_texts_that_are_compared_count_under_all_their_names() -> None:
@@ -208,11 +208,11 @@ def test_texts_that_are_compared_count_under_all_their_names() -> None:
         read({"data_1": query, "items": texts}, "/score"),
     ]
     for form in forms:
-        assert form.demand.local
-        assert form.demand.prompt_tokens == forms[0].demand.prompt_tokens > 500
-        assert form.demand.prefix == forms[0].demand.prefix
-        assert form.demand.output_tokens == 1
-    assert read({"query": 5}, "/rerank").demand.prompt_tokens < 5  # the worker's to refuse
+        assert form.local
+        assert form.prompt_tokens == forms[0].prompt_tokens > 500
+        assert form.prefix == forms[0].prefix
+        assert form.output_tokens == 1
+    assert read({"query": 5}, "/rerank").prompt_tokens < 5  # the worker's to refuse
 
 
 TOOLS = [{"name": f"tool_{index}", "description": "d" * 400, "input_schema": {"type": "object"}} for index in range(8)]
@@ -244,7 +244,7 @@ def ask_as_claude_code(turn: int, *, named: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_the_turns_of_claude_code_begin_alike_and_are_one_session(named: bool) -> None:
-    demands = [read(ask_as_claude_code(turn, named=named), MESSAGES).demand for turn in range(6)]
+    demands = [read(ask_as_claude_code(turn, named=named), MESSAGES) for turn in range(6)]
     assert len({demand.affinity for demand in demands}) == 1
     for one, next_one in itertools.pairwise(demands):
         # All but the last chunk, which the end of a turn cuts.
@@ -255,8 +255,8 @@ def test_the_turns_of_claude_code_begin_alike_and_are_one_session(named: bool) -
 def test_another_user_id_is_another_session() -> None:
     one = ask_as_claude_code(1)
     other = one | {"metadata": {"user_id": "user_a_account__session_c"}}
-    assert read(one, MESSAGES).demand.affinity != read(other, MESSAGES).demand.affinity
-    assert read(one, MESSAGES).demand.prefix == read(other, MESSAGES).demand.prefix
+    assert read(one, MESSAGES).affinity != read(other, MESSAGES).affinity
+    assert read(one, MESSAGES).prefix == read(other, MESSAGES).prefix
 
 
 @pytest.mark.parametrize(
@@ -270,4 +270,4 @@ def test_another_user_id_is_another_session() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_messages_request_is_the_worker_s_to_refuse(odd: dict[str, Any]) -> None:
-    assert read({"messages": [USER]} | odd, MESSAGES).demand.prompt_tokens > 0
+    assert read({"messages": [USER]} | odd, MESSAGES).prompt_tokens > 0

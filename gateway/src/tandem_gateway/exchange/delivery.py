@@ -20,48 +20,52 @@ MAX_HELD_BYTES = 32 * 1024 * 1024
 """An answer in one piece up to this size is held until it is complete, so that a broken one can still be retried."""
 SMALL_PART_BYTES = 1024
 """Parts of an answer below this size are held joined: two bytes in an object of their own take twenty times as much."""
+_CHUNKED = b"\r\ntransfer-encoding: chunked"
 _ROUTE = HEADER_ROUTE.encode()
 
 
-def begin(x: ExchangeState) -> bytes:
-    """The first event is here: from now on the client sees a stream, which begins with the returned header."""
-    assert x.head is not None
-    assert x.reservation is not None
-    assert x.choice is not None
+def begin(x: ExchangeState, *, last: bool) -> bytes:
+    """The first event is here: from now on the client sees a stream, which begins with the returned header. `last`:
+    its end is here, too."""
+    head, reservation, choice, request = x.head, x.reservation, x.choice, x.request
+    assert head is not None
+    assert reservation is not None
+    assert choice is not None
     x.phase = STREAMING
-    x.status = x.head.status
+    x.status = head.status
     x.first_byte_at = monotonic()
     if x.slot is not None:
         x.slot.end(answered=True)
-    reservation, now = x.reservation, x.loop.time()
-    x.choice.decode.count_first_token(now - reservation.since)
-    x.choice.measured = now - reservation.since
-    reservation.first_token(now)
-    stream, size = x.stream, len(x.request.body)
-    if isinstance(stream, JournaledStream) and stream.keeps and may_keep(x.context.budget, size):
-        x.continuation = Continuation(stream, x.choice.decode.worker.revision)
+    now = x.loop.time()
+    choice.measured = seconds = now - reservation.since
+    choice.decode.count_first_token(seconds)
+    reservation.first_token(now, last=last)
+    stream = x.stream
+    if isinstance(stream, JournaledStream) and stream.keeps and may_keep(x.context.budget, len(request.body)):
+        x.continuation = Continuation(stream, choice.decode.worker.revision)
     else:
-        x.request.body = b""
+        request.body = b""
         x.connection.uncount()
-    if _ROUTE in x.request.headers:
+    if _ROUTE in request.headers:
         explain(x)
-    framing = b"" if x.request.http10 else b"\r\ntransfer-encoding: chunked"
-    x.keep_alive_after = keep_alive = x.request.keep_alive and not x.context.draining
-    return build_head(x.head, x.request_id, framing + x.request.answer_fields, keep_alive=keep_alive)
+    framing = request.answer_fields if request.http10 else _CHUNKED + request.answer_fields
+    x.keep_alive_after = keep_alive = request.keep_alive and not x.context.draining
+    return build_head(head, x.request_id, framing, keep_alive=keep_alive)
 
 
 def end_stream(x: ExchangeState, stream: EventStream) -> None:
     """All events are here, the one that ends the answer or says that it failed among them."""
+    head, choice = x.head, x.choice
+    assert head is not None
+    assert choice is not None
     x.connection.transport.write(x.unsent if x.request.http10 else x.unsent + LAST_CHUNK)
-    assert x.head is not None
-    x.usage = find_usage(stream.tail) or x.head.usage
-    if x.usage is None and isinstance(stream, JournaledStream):
+    x.usage = usage = find_usage(stream.tail) or head.usage
+    if usage is None and isinstance(stream, JournaledStream):
         x.usage = stream.read_usage()
     failed = stream.failed
     if failed:
         x.error = "worker"
-    assert x.choice is not None
-    x.choice.decode.count_end(failed=failed)
+    choice.decode.count_end(failed=failed)
     # As its head has said, also when this gateway ends by now: the client's next request may be on its way.
     finish(x, keep_alive=x.keep_alive_after)
 
@@ -134,7 +138,7 @@ def explain(x: ExchangeState) -> None:
         return
     assert x.head is not None
     assert x.choice is not None
-    choice, expected, canary = x.choice, x.choice.expected, x.inquiry.demand.canary
+    choice, expected, canary = x.choice, x.choice.expected, x.inquiry.canary
     behind = None if choice.conversion is None else choice.conversion.prefill_seconds
     fields = {
         "decode": choice.decode.worker.name,
@@ -188,7 +192,8 @@ def finish(x: ExchangeState, *, keep_alive: bool) -> None:
         x.reservation.release()
         x.reservation = None
     x.keep_alive_after = keep_alive
-    if not x.connection.blocked or x.connection.closed:
+    connection = x.connection
+    if not connection.blocked or connection.closed:
         conclude(x)
 
 

@@ -28,32 +28,31 @@ def dispatch(x: ExchangeState, full: Collection[str] = NO_NAMES) -> bool:
 
     Called again whenever endpoints change.
     """
-    now = x.loop.time()
-    context, continuation, demand = x.context, x.continuation, x.inquiry.demand
+    context, continuation, demand = x.context, x.continuation, x.inquiry
     began = 0.0 if x.trace is None else monotonic()
-    if x.phase == NEW and context.queue.line.size and context.queue.enabled:
-        join_queue(x, now)  # others were here before
-        return False
-    suspect = x.resets > 0 and not x.first_byte_at
-    apart = NO_NAMES
-    if suspect:
-        choice, apart = choose_apart(x, full, now)
+    suspect, apart = False, NO_NAMES
+    if x.phase == NEW:
+        now = x.arrived
+        if context.queue.line.size and context.queue.enabled:
+            join_queue(x, now)  # others were here before
+            return False
+        choice = context.scheduler.choose(demand, now)
     else:
-        choice = context.scheduler.choose(demand, now, full or x.excluded)
-    if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
-        choice = choose_to_go_on(x, continuation, now)
+        now, suspect = x.loop.time(), x.resets > 0 and not x.first_byte_at
+        choice, apart = choose_again(x, full, now, suspect=suspect)
     if choice is None:
         if x.ticket is None:
             wait_for_worker(x, now, apart)
         return False
+    decode = choice.decode
     if x.ticket is not None:
         leave_queue(x, "placed")
-        x.slot = context.queue.take(choice.decode, now, stream=demand.stream)
+        x.slot = context.queue.take(decode, now, stream=demand.stream)
     x.choice = choice
     x.attempts += 1
     x.reservation = reservation = context.scheduler.reserve(choice, demand, now)
     if suspect:
-        context.isolation.add(choice.decode.worker.name, reservation, now)
+        context.isolation.add(decode.worker.name, reservation, now)
     decisions = context.decisions
     if len(decisions) == KEPT:
         decisions[0][-1].offers = []  # its request may run for long
@@ -66,18 +65,30 @@ def dispatch(x: ExchangeState, full: Collection[str] = NO_NAMES) -> bool:
     request = x.request
     if x.trace is not None:
         x.trace.chose(x, choice, began, resumes=continuation is not None)
-    if choice.decode.worker.engine != "Tandem":
+    if decode.worker.engine != "Tandem":
         return start_elsewhere(x, choice, fresh=suspect)
-    journal = continuation.stream.build_prefix() if continuation is not None else b""
-    keeps = demand.stream and not demand.local
-    line = context.token_line
+    line, body = context.token_line, request.body
     if len(demand.prefix) >= SHORT_CHUNKS:
         line += _PROMPT % context.scheduler.name_prompt(choice, demand).encode()
-    head = build_request_head(request, choice, x.request_id, line, len(journal) if keeps else None)
-    x.call = context.link(choice.decode).start(
-        x, head, journal + request.body, fresh=suspect, elsewhere=x.can_go_elsewhere
-    )
+    journal_bytes = 0 if demand.stream and not demand.local else None
+    if continuation is not None:
+        journal = continuation.stream.build_prefix()
+        journal_bytes, body = len(journal), journal + body
+    head = build_request_head(request, choice, x.request_id, line, len(body), journal_bytes)
+    x.call = context.link(decode).start(x, head, body, fresh=suspect, elsewhere=x.can_go_elsewhere)
     return True
+
+
+def choose_again(
+    x: ExchangeState, full: Collection[str], now: float, *, suspect: bool
+) -> tuple[Choice | None, frozenset[str]]:
+    """A worker for a request that has waited, or was sent before; and those that a suspect is kept from meanwhile."""
+    if suspect:
+        return choose_apart(x, full, now)
+    choice, continuation = x.context.scheduler.choose(x.inquiry, now, full or x.excluded), x.continuation
+    if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
+        choice = choose_to_go_on(x, continuation, now)
+    return choice, NO_NAMES
 
 
 def start_elsewhere(x: ExchangeState, choice: Choice, *, fresh: bool) -> bool:
@@ -112,7 +123,7 @@ def wait_for_worker(x: ExchangeState, now: float, apart: Collection[str]) -> Non
 def choose_apart(x: ExchangeState, full: Collection[str], now: float) -> tuple[Choice | None, frozenset[str]]:
     """A worker without another request that may kill it, and those that this one is kept from meanwhile."""
     x.isolate_by = x.isolate_by or now + LONGEST_WAIT_SECONDS
-    scheduler, isolation, demand = x.context.scheduler, x.context.isolation, x.inquiry.demand
+    scheduler, isolation, demand = x.context.scheduler, x.context.isolation, x.inquiry
     kept_from = {*full, *x.excluded}
     occupied = isolation.find_occupied(now)
     choice = scheduler.choose(demand, now, kept_from | occupied)
@@ -131,7 +142,7 @@ def join_queue(x: ExchangeState, now: float) -> None:
     if now >= x.give_up_at:
         fail(x, queue.refuse())
         return
-    tokens = x.inquiry.demand.prompt_tokens
+    tokens = x.inquiry.prompt_tokens
     try:
         x.ticket = queue.join(x, arrived=x.arrived, tokens=tokens, now=now, source=x.connection.source)
     except RequestError as error:
@@ -157,7 +168,7 @@ def choose_to_go_on(x: ExchangeState, continuation: Continuation, now: float) ->
     scheduler = x.context.scheduler
     workers = [endpoint.worker for endpoint in scheduler.endpoints.values()]
     others = {worker.name for worker in workers if not _may_go_on(worker, continuation)}
-    return scheduler.choose(x.inquiry.demand, now, x.excluded | others)
+    return scheduler.choose(x.inquiry, now, x.excluded | others)
 
 
 def answer_seconds(x: ExchangeState) -> float:
@@ -180,7 +191,7 @@ def stay_in_queue(x: ExchangeState) -> bool:
     if x.deadline > x.give_up_at:
         return dispatch(x)
     x.deadline = now + x.context.queue.settings.ttl_seconds
-    return x.context.scheduler.choose(x.inquiry.demand, now) is not None
+    return x.context.scheduler.choose(x.inquiry, now) is not None
 
 
 def _may_go_on(worker: Worker, continuation: Continuation) -> bool:

@@ -46,7 +46,7 @@ _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _RETRY_FULL = RETRY_FULL.encode()
-_ANSWERED = Outcome.ANSWERED
+_ANSWERED, _ERROR = Outcome.ANSWERED, Outcome.ERROR
 _DETAILS = {
     Ending.DRAINING: "the worker is shutting down",
     # About this gateway's key, never about the client, who has shown the worker nothing.
@@ -66,12 +66,12 @@ class Exchange(ExchangeState):
         return dispatch(self, full)
 
     def on_upstream_head(self, head: ResponseHead) -> None:
-        fields = head.fields
-        outcome = _ANSWERED if head.status == 200 else classify_status(head.status, fields.get(_RETRY))
+        fields, status = head.fields, head.status
+        outcome = _ANSWERED if status == 200 else classify_status(status, fields.get(_RETRY))
         if (outcome is not _ANSWERED or self.first_byte_at) and not self._takes(outcome, head):
             return
         self._take_answer(outcome, head)
-        if head.status == TOO_MANY:
+        if status == TOO_MANY:
             _tell_when(head, self.context.queue.find_backlog())
         self.head = head
         self.reads += 1
@@ -80,7 +80,7 @@ class Exchange(ExchangeState):
         if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             journal = fields.get(_RESUME)
             self.stream = EventStream() if journal is None else JournaledStream(journal)
-        if self.recording is not None and head.status == 200:
+        if self.recording is not None and status == 200:
             self.stream = self.recording.follow(head, self.stream)
 
     def _takes(self, outcome: Outcome, head: ResponseHead) -> bool:
@@ -110,18 +110,18 @@ class Exchange(ExchangeState):
 
     def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
         """This is the answer that the client gets: what it says about the workers."""
-        assert self.choice is not None
-        assert self.reservation is not None
-        scheduler, choice, now = self.context.scheduler, self.choice, self.loop.time()
+        scheduler, choice, reservation, now = self.context.scheduler, self.choice, self.reservation, self.loop.time()
+        assert choice is not None
+        assert reservation is not None
         if self.suspects:
             if outcome is _ANSWERED:
                 for endpoint, failure in self.suspects:
                     scheduler.report(endpoint, failure, now)
             self.suspects = ()
-        if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
+        if outcome is not _ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         if head.status == 200:
-            scheduler.accept(choice, self.inquiry.demand, self.reservation, now)
+            scheduler.accept(choice, self.inquiry, reservation, now)
             if choice.prefill:
                 scheduler.report_prefill(choice, head.fields.get(_PREFILL_WORKER, b"").decode("latin-1"), now)
 
@@ -142,7 +142,7 @@ class Exchange(ExchangeState):
         # Inlined build_chunk: this line runs once per token.
         out = data if self.request.http10 else b"%x\r\n%b\r\n" % (len(data), data)
         if self.phase != STREAMING:
-            out = begin(self) + out
+            out = begin(self, last=final) + out
         if final:
             self.unsent = out
         else:

@@ -223,4 +223,4 @@ class ExchangeState(Sink, Waiter, Conversation, Timed):
         """Another worker is there for a request of which nobody can tell whether it ended the one that had it."""
         assert self.choice is not None
         excluded = self.excluded | {self.choice.decode.worker.name}
-        return self.context.scheduler.choose(self.inquiry.demand, self.loop.time(), excluded) is not None
+        return self.context.scheduler.choose(self.inquiry, self.loop.time(), excluded) is not None

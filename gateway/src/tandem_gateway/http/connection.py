@@ -131,24 +131,25 @@ class ClientConnection(asyncio.Protocol):
         self._handler.on_connect(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._ending or self._reader.phase == REFUSED:
-            self._drop(len(data))
+        reader, size = self._reader, len(data)
+        if self._ending or reader.phase == REFUSED:
+            self._drop(size)
             return
         if self.exchange is not None:
             self._unread += data
             if len(self._unread) > self._bounds.max_body_bytes + MAX_HEADER_BYTES or not self.account():
                 self.transport.abort()
             return
-        reader = self._reader
         if not self._unread and not reader.ready:
-            if len(data) > SLICE_BYTES and len(data) > reader.missing_bytes:
+            if size > SLICE_BYTES and size > reader.missing_bytes:
                 # The rest is often the body that this slice begins, which needs no further care.
                 self._read(data[:SLICE_BYTES])
                 data = data[SLICE_BYTES:]
-            if (len(data) <= SLICE_BYTES or len(data) <= reader.missing_bytes) and not reader.ready:
+                size -= SLICE_BYTES
+            if (size <= SLICE_BYTES or size <= reader.missing_bytes) and not reader.ready:
                 self._read(data)
-                data = b""
-        if data:
+                size = 0
+        if size:
             self._unread += data
         if self._scheduled:
             self._throttle()
@@ -278,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
         """A turn of reading and answering, then whatever is left in the next one, after everybody else's."""
         self._scheduled = False
         reader, cost = self._reader, 0
-        while not (self.closed or self._ending or self.blocked or self.exchange is not None):
+        while self.exchange is None and not (self.closed or self._ending or self.blocked):
             if cost >= TURN_COST:
                 self._schedule()
                 break
@@ -311,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
     def _read(self, data: bytes) -> None:
         reader = self._reader
         reader.feed(data)
-        if reader.steps != self._steps:
+        if reader.phase != IDLE and reader.steps != self._steps:
             self._steps = reader.steps
             timeouts = self._bounds.timeouts
             if reader.phase == HEADER:

@@ -57,7 +57,7 @@ class RequestReader:
         """Bytes of this read."""
         self.phase = IDLE
         self.steps = 0
-        """Grows whenever `phase` is entered anew: a message begins, its header is complete, it ends."""
+        """Grows whenever a client is waited for anew: a message begins, its header is complete."""
         self.ready: deque[Request] = deque()
         self.refusal: RequestError | None = None
         self.wants_continue = False
@@ -89,7 +89,7 @@ class RequestReader:
                 data = b"" if self.refusal is not None else self._decline_upgrade() + data[offer.args[0] :]
             except httptools.HttpParserError as error:
                 self.refuse(BadRequest(f"the request is not valid HTTP: {error}"))
-        if self.refusal is not None:
+        if self.phase == IDLE or self.refusal is not None:
             return
         if self._messages != before:
             self._framed = 0
@@ -172,7 +172,6 @@ class RequestReader:
         self._request = request
         self.phase = BODY
         self.steps += 1
-        self._framed = 0
         self._upgrading = self._parser.should_upgrade()
         self.wants_continue = b"expect" in request.headers
 
@@ -197,7 +196,6 @@ class RequestReader:
         request.keep_alive = not request.http10 and self._parser.should_keep_alive()
         self.ready.append(request)
         self._body = []
-        self.body_bytes = 0
+        self.body_bytes = self._framed = 0
         self.wants_continue = False
         self.phase = IDLE
-        self.steps += 1

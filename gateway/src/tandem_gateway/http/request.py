@@ -41,6 +41,10 @@ _ONCE = {
 """Fields of which a second one is refused, and how."""
 
 
+_SELDOM = frozenset((b"content-encoding", b"expect", b"transfer-encoding"))
+"""Fields that most requests do not have, and that change how they are read."""
+
+
 @dataclass(slots=True)
 class Request:
     """A request. Header names are lower case; only those the gateway uses are kept. Its body comes last."""
@@ -78,25 +82,29 @@ def read_header(
             kept[name] = value
     if b"host" not in kept and not http10:
         raise BadRequest("the Host header is missing")
-    if b"content-encoding" in kept and kept[b"content-encoding"].lower() != b"identity":
-        raise BadRequest("compressed request bodies are not supported; send them as they are", status=415)
-    if b"expect" in kept and kept[b"expect"].lower() != b"100-continue":
-        raise BadRequest("only 'Expect: 100-continue' is supported", status=417)
-    given = kept.get(b"content-length")
-    if b"transfer-encoding" in kept:
-        _check_chunked(kept, http10=http10)
-    elif given is not None and not given.isdigit():
-        raise BadRequest(_ONCE[b"content-length"])
-    length = None if given is None else int(given)
-    if length is not None and length > max_body_bytes:
-        raise too_large(max_body_bytes)
-    if url[:1] == b"/" and b"?" not in url:
+    if not _SELDOM.isdisjoint(kept):
+        _check_seldom(kept, http10=http10)
+    given, length = kept.get(b"content-length"), None
+    if given is not None:
+        if not given.isdigit():
+            raise BadRequest(_ONCE[b"content-length"])
+        length = int(given)
+        if length > max_body_bytes:
+            raise too_large(max_body_bytes)
+    if url.startswith(b"/") and b"?" not in url:
         return Request(method, url.decode("latin-1"), kept, http10, length)
     query = url.partition(b"?")[2].decode("latin-1")
     return Request(method, read_path(url), kept, http10, length, query=query)
 
 
-def _check_chunked(kept: dict[bytes, bytes], *, http10: bool) -> None:
+def _check_seldom(kept: dict[bytes, bytes], *, http10: bool) -> None:
+    """Judge fields that say how the body is to be read. Raises BadRequest."""
+    if b"content-encoding" in kept and kept[b"content-encoding"].lower() != b"identity":
+        raise BadRequest("compressed request bodies are not supported; send them as they are", status=415)
+    if b"expect" in kept and kept[b"expect"].lower() != b"100-continue":
+        raise BadRequest("only 'Expect: 100-continue' is supported", status=417)
+    if b"transfer-encoding" not in kept:
+        return
     if kept[b"transfer-encoding"].strip().lower() != b"chunked":
         raise BadRequest(_ONCE[b"transfer-encoding"])
     if b"content-length" in kept:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import monotonic
 
 from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.names import Role
@@ -89,7 +90,7 @@ class Gateway:
         self.link = self.upstreams.find
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
-        self.started_at, self.idle_since = time.time(), time.monotonic()
+        self.started_at, self.idle_since = time.time(), monotonic()
         """When the last exchange ended."""
 
     # discovery
@@ -159,26 +160,25 @@ class Gateway:
     # requests
 
     def on_exchange_end(self, exchange: ExchangeState) -> None:
-        now = time.monotonic()  # the loop's own clock counts whole milliseconds
+        now = monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
         self.idle_since = now
         if exchange.recording is not None:
             exchange.recording.close()
-        began, first = exchange.started_at, exchange.first_byte_at
+        began, first, status, path = exchange.started_at, exchange.first_byte_at, exchange.status, exchange.request.path
         choice, ratio = exchange.choice, None
         if choice is not None:
-            choice.status = exchange.status
-            if choice.expected is not None and choice.measured:
-                ratio = choice.expected / choice.measured
-        self.metrics.count_exchange(
-            exchange.request.path, exchange.status, now - began, first - began if first else None, ratio
-        )
-        well = exchange.status == 200 and exchange.error is None
-        computes = exchange.request.path in COMPUTES
-        self.traffic.finished += well and computes
-        if computes and exchange.status in REFUSED:
-            self.traffic.take_back(exchange.inquiry.demand.prompt_tokens)
-        usage, events = exchange.usage, 0 if exchange.stream is None else exchange.stream.events
+            choice.status, expected = status, choice.expected
+            if expected is not None and choice.measured:
+                ratio = expected / choice.measured
+        self.metrics.count_exchange(path, status, now - began, first - began if first else None, ratio)
+        well, computes = status == 200 and exchange.error is None, path in COMPUTES
+        if well:
+            self.traffic.finished += computes
+        elif computes and status in REFUSED:
+            self.traffic.take_back(exchange.inquiry.prompt_tokens)
+        usage, stream = exchange.usage, exchange.stream
+        events = 0 if stream is None else stream.events
         if usage is not None or events > 2:
             if computes:
                 self.traffic.count_answer(usage, events, well=well)
@@ -196,7 +196,7 @@ class Gateway:
         log.info("a prefill worker failed", extra={"worker": endpoint.worker.name, "reason": reason})
 
     def on_unauthorized(self, endpoint: Endpoint) -> None:
-        now, name = time.monotonic(), endpoint.worker.name
+        now, name = monotonic(), endpoint.worker.name
         if now - self._complained_at.get(name, -UNAUTHORIZED_LOG_SECONDS) < UNAUTHORIZED_LOG_SECONDS:
             return
         self._complained_at[name] = now
@@ -249,7 +249,7 @@ def _find_terms(told: GatewayConfig | GatewayRouting) -> Terms | None:
 
 
 def _build_store(limits: StoreLimits | None, budget: Budget) -> Responses | None:
-    return None if limits is None else Responses(limits, budget, clock=time.monotonic)
+    return None if limits is None else Responses(limits, budget, clock=monotonic)
 
 
 def _build_tracer(config: GatewayConfig, fallback: TracingConfig | None) -> Tracer:

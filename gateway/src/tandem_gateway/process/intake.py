@@ -95,25 +95,24 @@ class Intake:
         said: Said | None = None,
     ) -> None:
         """`fields` of the body and what is `said` in it, where they are known. Raises RequestError."""
-        gateway = self._gateway
-        method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
+        gateway, path = self._gateway, request.path
+        method = b"GET" if path == TOKENIZER_INFO else b"POST"
         if request.method != method:
-            raise NotRouted.wrong_method(request.method, request.path, method.decode())
-        names, estimator = gateway.served_names, gateway.scheduler.estimator
+            raise NotRouted.wrong_method(request.method, path, method.decode())
         inquiry = read_inquiry(
             request,
-            served_names=names,
-            estimator=estimator,
+            served_names=gateway.served_names,
+            estimator=gateway.scheduler.estimator,
             fields=fields,
             said=said,
             min_priority=gateway.min_priority,
         )
         for engine in gateway.kinds.others:
-            gateway.engines[engine].admit(request.path, request.body, inquiry)
-        trace = None
+            gateway.engines[engine].admit(path, request.body, inquiry)
+        trace, computes = None, path in COMPUTES
         if recording is not None:
             recording.hold()
-        if gateway.tracer.active and request.path in COMPUTES:
+        if computes and gateway.tracer.active:
             trace = begin_trace(gateway.tracer, request.headers)
         exchange = Exchange(gateway, connection, request, inquiry, request_id, recording, trace)
         connection.exchange = exchange
@@ -121,9 +120,8 @@ class Intake:
             connection.account()
         is_first = not gateway.exchanges
         gateway.exchanges.add(exchange)
-        gateway.metrics.in_flight += 1
-        if request.path in COMPUTES:
-            traffic, tokens = gateway.traffic, inquiry.demand.prompt_tokens
+        if computes:
+            traffic, tokens = gateway.traffic, inquiry.prompt_tokens
             if traffic.ahead:
                 traffic.make_up(tokens)
             else:

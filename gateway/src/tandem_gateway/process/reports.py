@@ -38,6 +38,7 @@ class Reports:
         return gateway.metrics.render(
             endpoints=endpoints,
             tokens=tokens,
+            in_flight=len(gateway.exchanges),
             queued=gateway.queue.line.size,
             failures={outcome.value: count for outcome, count in gateway.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in gateway.scheduler.ejections.items()},
@@ -117,10 +118,10 @@ class Reports:
             min_priority=gateway.min_priority,
         )
         waiting: dict[str, object] = {"waitingRequests": gateway.queue.line.size}
-        choice = gateway.scheduler.preview(inquiry.demand, now)
+        choice = gateway.scheduler.preview(inquiry, now)
         if choice is None:
             return waiting | {"decode": None, "why": gateway.queue.explain()}
-        predict(choice, output_tokens=inquiry.demand.output_tokens, now=now)
+        predict(choice, output_tokens=inquiry.output_tokens, now=now)
         return waiting | describe_choice(choice)
 
     def describe_fleet(self) -> FleetReport:

@@ -57,8 +57,6 @@ class Metrics:
         self.queue_waits: Counter[str] = Counter()
         """Requests that waited for a worker, by how that ended, and those that might not."""
         self.queue_seconds = Histogram()
-        self.disconnects = 0
-        self.in_flight = 0
         self.ttft = Histogram()
         self.prediction = Histogram(RATIOS)
         self.duration = Histogram()
@@ -73,18 +71,18 @@ class Metrics:
         """A request to workers has ended, after so many seconds. `ttft`: of them, those before the first token.
         `ratio`: of the predicted to the measured time to the first token.
         """
-        self.in_flight -= 1
         self.requests[path, status] += 1
-        self.disconnects += status == _CLIENT_GONE
         duration = self.duration
         duration.counts[bisect_left(BUCKETS, seconds)] += 1
         duration.total += seconds
         if ttft is not None:
-            self.ttft.counts[bisect_left(BUCKETS, ttft)] += 1
-            self.ttft.total += ttft
+            first = self.ttft
+            first.counts[bisect_left(BUCKETS, ttft)] += 1
+            first.total += ttft
         if ratio is not None:
-            self.prediction.counts[bisect_left(RATIOS, ratio)] += 1
-            self.prediction.total += ratio
+            prediction = self.prediction
+            prediction.counts[bisect_left(RATIOS, ratio)] += 1
+            prediction.total += ratio
 
     def count_wait(self, outcome: str, seconds: float) -> None:
         """A request has ended its wait for a worker."""
@@ -97,6 +95,7 @@ class Metrics:
         *,
         endpoints: Mapping[tuple[str, str], int],
         tokens: Mapping[str, int],
+        in_flight: int = 0,
         queued: int = 0,
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
@@ -105,10 +104,10 @@ class Metrics:
         spans: Mapping[str, int] = _NONE,
         more: Iterable[Family] = (),
     ) -> bytes:
-        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `queued` requests wait
-        for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its workers served and
-        whether they did in others' stead, `telemetry` reads of samples by how they ended, `spans` by what became of
-        them, `more` what other parts tell.
+        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, and so are requests;
+        `queued` of them wait for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its
+        workers served and whether they did in others' stead, `telemetry` reads of samples by how they ended, `spans` by
+        what became of them, `more` what other parts tell.
         """
         registry = CollectorRegistry()
         by_reason = [
@@ -143,10 +142,13 @@ class Metrics:
             label="outcome",
         )  # fmt: skip
         more = (*([traced] if spans else []), *more)
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue, *more]))
+        own = self._families(endpoints, tokens, in_flight)
+        registry.register(_Snapshot([*own, *by_reason, sides, reads, *queue, *more]))
         return generate_latest(registry)
 
-    def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:
+    def _families(
+        self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int], in_flight: int
+    ) -> list[Family]:
         requests = CounterMetricFamily(
             Metric.GATEWAY_REQUESTS_TOTAL, "Requests answered, by path and status.", labels=("path", "code")
         )
@@ -161,23 +163,23 @@ class Metrics:
             "Streams that broke off because they could not go on at another worker, by why not.",
             self.failed_resumes,
         )
-        in_flight = GaugeMetricFamily(
+        outstanding = GaugeMetricFamily(
             Metric.GATEWAY_TOKENS_IN_FLIGHT, "Estimated tokens sent to workers and not yet computed.", labels=("kind",)
         )
         for kind, count in sorted(tokens.items()):
-            in_flight.add_metric((kind,), count)
+            outstanding.add_metric((kind,), count)
         known = GaugeMetricFamily(
             Metric.GATEWAY_ENDPOINTS, "Workers known, by role and state.", labels=("role", "state")
         )
         for labels, count in sorted(endpoints.items()):
             known.add_metric(labels, count)
         return [
-            requests, retries, resumes, failed, in_flight, known,
+            requests, retries, resumes, failed, outstanding, known,
             CounterMetricFamily(
                 Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "Clients that left before their answer ended.",
-                value=self.disconnects,
+                value=sum(count for (_, status), count in self.requests.items() if status == _CLIENT_GONE),
             ),
-            GaugeMetricFamily(Metric.GATEWAY_REQUESTS_IN_FLIGHT, "Requests not yet ended.", value=self.in_flight),
+            GaugeMetricFamily(Metric.GATEWAY_REQUESTS_IN_FLIGHT, "Requests not yet ended.", value=in_flight),
             self.ttft.family(
                 Metric.GATEWAY_TTFT_SECONDS, "From a request's last byte to the first of its stream."
             ),

@@ -50,7 +50,7 @@ class ExchangeTrace:
 
     def chose(self, exchange: RecordedExchange, choice: Choice, began: float, *, resumes: bool) -> None:
         """An attempt begins: what goes to the worker names it as the parent. `began`: the decision, monotonic."""
-        canary = exchange.inquiry.demand.canary
+        canary = exchange.inquiry.canary
         self._add(
             "route",
             began,

@@ -23,29 +23,33 @@ from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain, build_par
 from tandem_gateway.scheduling.ring import build_seed
 from tandem_gateway.scheduling.scheduler import SHORT_CHUNKS
 
+SHORT_BYTES = SHORT_CHUNKS * CHUNK_BYTES
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 _TEXT = frozenset(("type", "text"))
 _Object = dict[str, Any]
 _List = list[Any]
 _DICT: Any = dict
 _LIST: Any = list
-"""`dict` and `list` for tests that every request goes through: what is tested stays `Any`, and no call is spent on
+_STR: Any = str
+"""Types for tests that every request goes through: what is tested stays `Any`, and no call is spent on
 telling the type checker so."""
+_PLAIN = 2
+"""Fields of a message that is role and text alone."""
 _COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Texts of a request to compare them, under all their names."""
+_SELDOM = frozenset(("cache_salt", "echo", "metadata", "priority", "prompt_cache_key", "prompt_logprobs", "user"))
+"""Names of fields that routing reads, and most requests do not have."""
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-@dataclass(slots=True, kw_only=True)
-class Inquiry:
-    """A request the gateway can route."""
+@dataclass(slots=True)
+class Inquiry(Demand):
+    """A request the gateway can route: what it demands, and what is told of it."""
 
-    stream: bool
-    prompt_bytes: int
-    max_tokens: int | None
-    model: str | None
+    prompt_bytes: int = 0
+    max_tokens: int | None = None
+    model: str | None = None
     """The name that the client uses; None: none."""
-    demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +103,39 @@ def read_inquiry(
         prompt = root = b"".join(_canonical(fields[name], name) for name in _COMPARED if fields.get(name) is not None)
     else:
         prompt = root = b""
-    if "priority" in fields:
-        _check_priority(fields["priority"], min_priority)
+    salt: Any = None
+    scored, headers, session = False, request.headers, None
+    if not _SELDOM.isdisjoint(fields):
+        if "priority" in fields:
+            _check_priority(fields["priority"], min_priority)
+        session, salt, scored = _read_session(fields, path), fields.get("cache_salt"), _is_scored(fields)
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
-    session = request.headers.get(b"x-session-affinity") or _read_session(fields, path) or root
-    salt: Any = fields.get("cache_salt")
-    tenant = request.headers.get(b"authorization", b"")
+    session = headers.get(b"x-session-affinity") or session or root
+    tenant = headers.get(b"authorization", b"")
     parent = build_parent(salt.encode() if isinstance(salt, str) else b"", tenant) if salt or tenant else 0
-    demand = Demand(
-        prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
+    size = len(prompt)
+    tokens = (
+        _count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
         if path in _MAY_BE_TOKENS
-        else estimator.prompt_tokens(len(prompt)),
-        output_tokens=estimator.expected_output(max_tokens),
-        prefix=build_chain(prompt, parent) if len(prompt) >= CHUNK_BYTES else [],
-        affinity=build_seed(session, parent) if session else 0,
-        short=prompt if len(prompt) < SHORT_CHUNKS * CHUNK_BYTES else b"",
-        local=not generates,
-        scored=fields.get("prompt_logprobs") is not None
-        or (bool(fields.get("echo")) and fields.get("logprobs") is not None),
-        stream=stream is True,
+        else estimator.prompt_tokens(size)
     )
-    return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, model=model, demand=demand)
+    # By position: by name it would take three times as long, which every request pays.
+    return Inquiry(
+        tokens,
+        estimator.expected_output(max_tokens),
+        build_chain(prompt, parent) if size >= CHUNK_BYTES else [],
+        build_seed(session, parent) if session else 0,
+        prompt if size < SHORT_BYTES else b"",
+        0,
+        not generates,
+        scored,
+        stream is True,
+        None,
+        size,
+        max_tokens,
+        model,
+    )
 
 
 def guess_path(body: bytes) -> str:
@@ -151,11 +166,39 @@ def check_name(name: str, served_names: Sequence[str]) -> None:
 def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     """The conversation as bytes whose prefix stays equal from turn to turn; and its root, up to the first question."""
     messages: Any = fields.get("messages")
-    if messages is None:
-        raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, _LIST) or not messages:
+        if messages is None:
+            raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
-    return _join(fields, messages)
+    tools: Any = fields.get("tools")
+    parts = [_canonical(tools, "tools")] if tools else []
+    rich: list[Any] = []
+    root_parts = 0
+    for index, message in enumerate(messages):
+        if not isinstance(message, _DICT):
+            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
+        role: Any = message.get("role")
+        content: Any = message.get("content")
+        if not isinstance(role, _STR):
+            name = f"messages[{index}].role"
+            raise BadRequest(f"{name!r} must be a string", param=name, code="invalid_type")
+        if len(message) == _PLAIN and isinstance(content, _STR):
+            if rich:
+                _add_rich(parts, rich)
+            parts.append(f"{role}\0{content}\0".encode())
+        else:
+            rich.append(message)
+        if not root_parts and role == "user":
+            if rich:
+                _add_rich(parts, rich)
+            root_parts = len(parts)
+    if rich:
+        _add_rich(parts, rich)
+    count = len(parts)
+    if count == 1:
+        return parts[0], parts[0]
+    prompt = b"".join(parts)
+    return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < count else prompt
 
 
 def canonical_messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -259,35 +302,6 @@ def read_items(fields: dict[str, Any]) -> list[Any]:
     return cast(list[Any], items)
 
 
-def _join(fields: dict[str, Any], messages: list[Any]) -> tuple[bytes, bytes]:
-    tools: Any = fields.get("tools")
-    parts = [_canonical(tools, "tools")] if tools else []
-    rich: list[Any] = []
-    root_parts = 0
-    for index, message in enumerate(messages):
-        if not isinstance(message, _DICT):
-            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
-        role: Any = message.get("role")
-        if not isinstance(role, str):
-            name = f"messages[{index}].role"
-            raise BadRequest(f"{name!r} must be a string", param=name, code="invalid_type")
-        content: Any = message.get("content")
-        if not isinstance(content, str) or len(message) != 2:
-            rich.append(message)
-        else:
-            if rich:
-                _add_rich(parts, rich)
-            parts.append(f"{role}\0{content}\0".encode())
-        if role == "user" and not root_parts:
-            if rich:
-                _add_rich(parts, rich)
-            root_parts = len(parts)
-    if rich:
-        _add_rich(parts, rich)
-    prompt = b"".join(parts)
-    return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < len(parts) else prompt
-
-
 def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
     """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
 
@@ -329,9 +343,10 @@ def _canonical(value: object, param: str) -> bytes:
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
     for name in _MAX_TOKENS:
-        value: Any = fields.get(name)
-        if type(value) is int and value > 0:
-            return value
+        if name in fields:
+            value: Any = fields[name]
+            if type(value) is int and value > 0:
+                return value
     return None
 
 
@@ -348,6 +363,13 @@ def _check_priority(value: Any, lowest: int) -> None:
             param="priority",
             code="invalid_value",
         )
+
+
+def _is_scored(fields: dict[str, Any]) -> bool:
+    """Whether numbers of each prompt token are asked for."""
+    return fields.get("prompt_logprobs") is not None or (
+        bool(fields.get("echo")) and fields.get("logprobs") is not None
+    )
 
 
 def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:

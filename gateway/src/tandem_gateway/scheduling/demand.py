@@ -15,7 +15,7 @@ MIN_UNSEEN = 512
 """Tokens: chunks and the ends of prompts are not known better."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Demand:
     """One request in the scheduler's terms."""
 

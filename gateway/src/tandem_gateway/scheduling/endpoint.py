@@ -62,6 +62,8 @@ class Candidates(Protocol):
 
     load: float
     """Sum over those that may be chosen."""
+    moved: dict[Endpoint, None]
+    """Those that may be chosen whose load has left the range of their level."""
 
     @property
     def available(self) -> int:
@@ -82,10 +84,6 @@ class Candidates(Protocol):
         ...
 
     def remove(self, endpoint: Endpoint) -> None: ...
-
-    def relevel(self, endpoint: Endpoint) -> None:
-        """Its load has left the range of its level."""
-        ...
 
 
 class Wait(Protocol):
@@ -176,20 +174,16 @@ class Endpoint:
 
     def charge(self, prefill: int, decode: int, others: int = 0) -> None:
         """Change what is outstanding."""
-        change = DECODE_WEIGHT * decode + prefill
-        if prefill:
-            self.prefill_tokens += prefill
-        if decode:
-            self.decode_tokens += decode
-        if others:
-            self.others += others
-            change += others
+        change = DECODE_WEIGHT * decode + prefill + others
+        self.prefill_tokens += prefill
+        self.decode_tokens += decode
+        self.others += others
         self.load = load = self.load + change
         pool = self.pool
         if pool is not None and self.level >= 0:
             pool.load += change
             if load >= self.level_below or load < self.level_from:
-                pool.relevel(self)
+                pool.moved[self] = None
 
     def count_end(self, *, failed: bool) -> None:
         self.ended += 1

@@ -31,7 +31,6 @@ class Reservation:
         self,
         decode: Endpoint,
         prefill: Endpoint,
-        *,
         prefill_tokens: int,
         decode_tokens: int,
         now: float,
@@ -43,21 +42,18 @@ class Reservation:
         prefill workers are behind, as `conversion` says. `pulls`: it is to bring a part of it."""
         self._decode = decode
         self._prefill = prefill
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens = self.work = work = prefill_tokens
         self._decode_left = self._output = decode_tokens
         self._part = 0.0
         """Part of a token that has come, and is not counted yet."""
-        self._open = True
-        self._prefilling = True
+        self._open = self._prefilling = self._owing = True
         self._pulls = pulls
         """How long its prompt takes says nothing of the worker's speed: whoever has the rest may not give it."""
-        self._owing = True
         self.since = now
         self.holder: object = None
         """The request that it belongs to."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
-        self.work = work = prefill_tokens
         if prefill.prefill_tokens or prefill.told:
             self.work = work = prefill_tokens + prefill.find_queue(now)
         """Prompt tokens to compute before its first token, its own included."""
@@ -65,9 +61,11 @@ class Reservation:
             prefill.working_since = now
         decode.requests += 1
         decode.owing[self] = None
-        self._converted = conversion is not None and conversion.converted
+        self._converted = False
         """How long its prompt takes says nothing of the worker's speed: it is held back for streams beside it."""
-        if self._converted:
+        own = None
+        if conversion is not None and conversion.converted:
+            self._converted, own = True, conversion.decode_seconds
             decode.own.begin(prefill_tokens, now)
         if prefill is decode:
             decode.charge(prefill_tokens, decode_tokens)
@@ -76,11 +74,10 @@ class Reservation:
             prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        own = conversion.decode_seconds if conversion is not None and self._converted else None
         self.expected = expected = prefill.speed.predict(work) if own is None else own
         """Seconds until its first token, or None while too little is known."""
         if not stream:  # how long an answer in one piece is, nobody knows before it is there
-            expected = prefill.speed.predict(self.work + _PATIENT_TOKENS * decode_tokens)
+            expected = prefill.speed.predict(work + _PATIENT_TOKENS * decode_tokens)
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
         self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
@@ -90,21 +87,17 @@ class Reservation:
         """It is under way, and its worker has shown nothing of its answer."""
         return self._owing
 
-    def first_token(self, now: float) -> None:
-        """The prompt is computed: its prefill tokens are worked off."""
-        prefill = self._prefill
+    def first_token(self, now: float, *, last: bool = False) -> None:
+        """The prompt is computed: its prefill tokens are worked off. `last`: the answer has ended with it, and
+        `release` follows, which takes off all at once."""
         if self._prefilling:
+            prefill = self._prefill
             if self._converted:
                 self._learn_own(now)
             elif not self._pulls:
                 prefill.speed.observe(self.work, now - self.since)
             prefill.working_since = now
-            if prefill is self._decode:  # inlined `_end_prefill`
-                self._prefilling = False
-                if self._converted:
-                    prefill.own.end(self._prefill_tokens)
-                prefill.charge(-self._prefill_tokens, 0)
-            else:
+            if not last:
                 self._end_prefill()
         if self._owing:
             self._end_owing(now)
@@ -180,7 +173,7 @@ class Reservation:
             copy.note_stored()
         if decode.health.probe is self:
             decode.retry_probe()
-        if prefill.health.probe is self:
+        if prefill is not decode and prefill.health.probe is self:
             prefill.retry_probe()
 
     def _end_prefill(self) -> None:

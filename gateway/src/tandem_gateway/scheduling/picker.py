@@ -48,7 +48,27 @@ MAX_PREFILL = 3
 
 _NOBODY: list[Endpoint] = []
 _NO_COSTS: Mapping[Endpoint, float] = {}
-_NOTHING: Mapping[Store, int] = {}
+_NO_NEARBY = False, None
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of where a prompt is."""
+
+    cached: dict[Endpoint, int]
+    """Who has some of it, in estimated tokens."""
+    shared: SharedPrefix | None
+    """The longest part of it that many prompts begin with."""
+    shared_tokens: int
+    """Those that whoever has that has of it."""
+    stored: Mapping[Store, int]
+    """Tokens of it in stores."""
+    unseen: float
+    """The share of the rest that a session's home is taken to have all the same."""
+
+
+NOTHING = Known({}, None, 0, {}, 0.0)
+"""Of short prompts, mostly. Nobody changes it."""
 
 
 @dataclass(slots=True)
@@ -109,71 +129,54 @@ def pick(
     groups: Iterable[Group],
     demand: Demand,
     seed: int,
-    cached: Mapping[Endpoint, int],
+    known: Known,
     turn: int,
-    shared: SharedPrefix | None,
-    shared_tokens: int,
-    unseen: float,
     now: float,
     excluded: Collection[str],
-    stored: Mapping[Store, int] = _NOTHING,
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-    `cached` gives the estimated cached prompt tokens, `shared_tokens` those of others who hold `shared`, `stored` those
-    in stores, `unseen` the share of the rest that a session's home is taken to have all the same. `turn` stands for a
-    request that has no `seed`. In a revision without prefill endpoints decode workers compute prompts themselves; one
-    whose engine cannot serves nobody there.
+    `turn` stands for a request that has no `seed`. In a revision without prefill endpoints decode workers compute
+    prompts themselves; one whose engine cannot serves nobody there.
     """
     offers: list[Offer] = []
     for group in groups:
         cost, prefills, costs = 0.0, _NOBODY, _NO_COSTS
-        grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
-        pools = group.prefills, group.decodes
-        source = find_source(pools, cached, shared, shared_tokens, excluded) if cached or shared is not None else None
+        nearby = _NO_NEARBY if known is NOTHING else _find_nearby(group, known, excluded)
         if group.prefills.available and not demand.local:
-            prefill, costs = _rank(
-                group.prefills,
-                demand,
-                seed,
-                cached,
-                shared,
-                shared_tokens,
-                grows,
-                unseen,
-                now,
-                excluded,
-                RECOMPUTE_WEIGHT,
-                source,
-                stored,
-            )
+            prefill, costs = _rank(group.prefills, demand, seed, known, nearby, now, excluded, True)
             if prefill is not None:
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
-        weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        source = None if prefills else source
-        decode, own = _rank(
-            group.decodes, demand, seed, cached, shared, shared_tokens, grows, unseen, now, excluded, weight, source,
-            _NOTHING if prefills else stored,
-        )  # fmt: skip
+        decode, own = _rank(group.decodes, demand, seed, known, nearby, now, excluded, not prefills)
         if decode is not None and (prefills or demand.local or not decode.worker.needs_prefill):
             offers.append((cost + own[decode], prefills, decode, group, costs, own))
     if not offers:
         return None
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
-    _, prefills, decode, _, _, _ = offer
+    prefills, decode = offer[1], offer[2]
     prompt = demand.prompt_tokens
+    if known is NOTHING:
+        return Choice(decode, prefills, prompt, 0, 0, offers)
     computing = prefills[0] if prefills else decode
-    known = hit = 0
-    if cached or shared is not None:
-        known = hit = min(prompt, count_cached(computing, cached, shared, shared_tokens))
-        if prefills:
-            known = max(hit, min(prompt, count_cached(decode, cached, shared, shared_tokens)))
-    choice = Choice(decode, prefills, prompt - hit, hit, known, offers)
-    if computing.pull_rate is not None and (cached or shared is not None):
-        name_source(choice, cached, shared, shared_tokens, excluded)
-    if stored:
-        count_stored(choice, stored)
+    most = hit = min(prompt, count_cached(computing, known))
+    if prefills:
+        most = max(hit, min(prompt, count_cached(decode, known)))
+    choice = Choice(decode, prefills, prompt - hit, hit, most, offers)
+    if computing.pull_rate is not None and (known.cached or known.shared is not None):
+        name_source(choice, known, excluded)
+    if known.stored:
+        count_stored(choice, known.stored)
     return choice
+
+
+def _find_nearby(group: Group, known: Known, excluded: Collection[str]) -> tuple[bool, tuple[Endpoint, int] | None]:
+    """Whether too few of a revision's workers have what many share of the prompt, and which of them has most of it, and
+    how much."""
+    cached, shared = known.cached, known.shared
+    grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
+    if not cached and shared is None:
+        return grows, None
+    return grows, find_source((group.prefills, group.decodes), cached, shared, known.shared_tokens, excluded)
 
 
 def count_stored(choice: Choice, stored: Mapping[Store, int]) -> None:
@@ -193,13 +196,7 @@ def count_stored(choice: Choice, stored: Mapping[Store, int]) -> None:
     choice.known_tokens = max(choice.known_tokens, choice.cached_tokens)
 
 
-def name_source(
-    choice: Choice,
-    cached: Mapping[Endpoint, int],
-    shared: SharedPrefix | None,
-    shared_tokens: int,
-    excluded: Collection[str],
-) -> None:
+def name_source(choice: Choice, known: Known, excluded: Collection[str]) -> None:
     """Name who has more of the prompt than the worker that computes it, where bringing that is sooner; nobody else."""
     choice.source, choice.pulled_tokens, choice.pulled_work = None, 0, 0
     computing = choice.prefill[0] if choice.prefill else choice.decode
@@ -208,7 +205,8 @@ def name_source(
     group = next((offer[3] for offer in choice.offers if offer[3].decodes is choice.decode.pool), None)
     if group is None:
         return
-    source = find_source((group.prefills, group.decodes), cached, shared, shared_tokens, excluded)
+    pools = group.prefills, group.decodes
+    source = find_source(pools, known.cached, known.shared, known.shared_tokens, excluded)
     if source is None or source[0] is computing:
         return
     endpoint, held = source
@@ -276,51 +274,66 @@ def _rank(
     pool: Pool,
     demand: Demand,
     seed: int,
-    cached: Mapping[Endpoint, int],
-    shared: SharedPrefix | None,
-    shared_tokens: int,
-    grows: bool,
-    unseen: float,
+    known: Known,
+    nearby: tuple[bool, tuple[Endpoint, int] | None],
     now: float,
     excluded: Collection[str],
-    weight: float,
-    source: tuple[Endpoint, int] | None,
-    stored: Mapping[Store, int],
+    computes: bool,
 ) -> tuple[Endpoint | None, dict[Endpoint, float]]:
-    """The best candidate, and what each costs. `grows`: homes count as if they had `shared`, so that they get it.
-    `source`: who has most of the prompt, and how much, and `stored` what stores have of it, for those to bring that
-    compute it."""
+    """The best candidate, and what each costs. `nearby`: as `_find_nearby` says. `computes`: whoever is chosen computes
+    the prompt, or brings of it what others or stores have; else it gets the blocks."""
     if not pool.available:
         return None, {}
     prompt = demand.prompt_tokens
-    whole = weight * prompt
-    part = weight * (prompt - shared_tokens) if prompt > shared_tokens else 0.0
+    part = whole = (RECOMPUTE_WEIGHT if computes else MOVE_WEIGHT) * prompt
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
-    last = demand.prefix[-1] if demand.prefix else 0
-    candidates = homes + pool.find_idle(MAX_IDLE, excluded, last) if len(homes) < pool.available else homes
+    candidates = homes
+    if len(homes) < pool.available:
+        candidates = homes + pool.find_idle(MAX_IDLE, excluded, demand.prefix[-1] if demand.prefix else 0)
     costs: dict[Endpoint, float] = dict.fromkeys(candidates, whole)
-    if shared is not None:
-        _weigh_sharers(costs, shared, homes if grows else _NOBODY, pool, part, excluded)
-    for endpoint, tokens in cached.items():
-        if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
-            costs[endpoint] = weight * (prompt - tokens) if tokens < prompt else 0.0
+    if known is not NOTHING:
+        part = _weigh_known(costs, pool, homes, prompt, known, nearby, excluded, computes)
     if not costs:
         return None, costs
-    if unseen and homes:
-        known = count_cached(homes[0], cached, shared, shared_tokens)
-        costs[homes[0]] -= unseen * weight * max(0, prompt - known)
-    if source is not None or stored:
-        lower_costs(costs, source, stored, prompt, weight)
     for endpoint in costs:
         if endpoint.prefill_tokens or endpoint.told:  # its load, less what it has probably computed of its prompts
             costs[endpoint] += endpoint.find_queue(now) + DECODE_WEIGHT * endpoint.decode_tokens
         else:
             costs[endpoint] += endpoint.load
-    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * part
-    for home in homes:
-        if costs[home] <= limit:
-            return home, costs
+    if homes:
+        limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * part
+        for home in homes:
+            if costs[home] <= limit:
+                return home, costs
     return min(costs, key=costs.__getitem__), costs
+
+
+def _weigh_known(
+    costs: dict[Endpoint, float],
+    pool: Pool,
+    homes: list[Endpoint],
+    prompt: int,
+    known: Known,
+    nearby: tuple[bool, tuple[Endpoint, int] | None],
+    excluded: Collection[str],
+    computes: bool,
+) -> float:
+    """Lower the costs of candidates that have something of the prompt, and add those that do. `nearby`: where too few
+    have what many share, homes count as if they had it, so that they get it. Returns the cost of the rest of it."""
+    weight = RECOMPUTE_WEIGHT if computes else MOVE_WEIGHT
+    grows, source = nearby
+    shared, tokens = known.shared, known.shared_tokens
+    part = weight * (prompt - tokens) if prompt > tokens else 0.0
+    if shared is not None:
+        _weigh_sharers(costs, shared, homes if grows else _NOBODY, pool, part, excluded)
+    for endpoint, tokens in known.cached.items():
+        if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
+            costs[endpoint] = weight * (prompt - tokens) if tokens < prompt else 0.0
+    if known.unseen and homes:
+        costs[homes[0]] -= known.unseen * weight * max(0, prompt - count_cached(homes[0], known))
+    if computes and (source is not None or known.stored):
+        lower_costs(costs, source, known.stored, prompt, weight)
+    return part
 
 
 def _weigh_sharers(
@@ -344,13 +357,11 @@ def _weigh_sharers(
             costs[endpoint] = part
 
 
-def count_cached(
-    endpoint: Endpoint, cached: Mapping[Endpoint, int], shared: SharedPrefix | None, shared_tokens: int
-) -> int:
+def count_cached(endpoint: Endpoint, known: Known) -> int:
     """Tokens of the prompt that an endpoint probably has."""
-    tokens = cached.get(endpoint)
+    tokens = known.cached.get(endpoint)
     if tokens is None:
-        return shared_tokens if shared is not None and shared.has(endpoint) else 0
+        return known.shared_tokens if known.shared is not None and known.shared.has(endpoint) else 0
     return tokens
 
 

@@ -1,44 +1,41 @@
 """The endpoints of one role and revision, kept so that choosing among them needs no scan.
 
 Endpoints that may be chosen lie in buckets by their load; a bucket spans an eighth of its load, and what is below 64
-tokens counts as idle. Moving on a change of load, finding the least loaded and knowing the sum of all loads are O(1).
+tokens counts as idle. Whose load has changed by that much since is moved when somebody asks for the least loaded: where
+all are candidates anyway, nobody does. Moving, finding the least loaded and knowing the sum of all loads are O(1).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from itertools import islice
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.ring import Ring
 
-_FINE_BITS = 3
-_IDLE_BITS = 6
+_IDLE_TOKENS = 64
+_DOUBLINGS = 64
+_STARTS = [0] + [
+    (_IDLE_TOKENS << doublings) // 8 * (8 + eighth) for doublings in range(_DOUBLINGS) for eighth in range(8)
+]
+"""Where buckets begin: eight for every doubling, none below 64 tokens. No load comes near the end."""
 
 
 def find_level(load: float) -> int:
-    """The bucket of a load: eight for every doubling, none below 64 tokens."""
-    tokens = int(load)
-    bits = tokens.bit_length()
-    if bits <= _IDLE_BITS:
-        return 0
-    return ((bits - _IDLE_BITS) << _FINE_BITS) + ((tokens >> (bits - 1 - _FINE_BITS)) & 7) - 7
+    """The bucket of a load."""
+    return bisect_right(_STARTS, load) - 1
 
 
 def find_range(level: int) -> tuple[int, int]:
     """The loads of a bucket: from the first one to below the second."""
-    if level == 0:
-        return 0, 1 << _IDLE_BITS
-    doublings, eighth = divmod(level - 1, 1 << _FINE_BITS)
-    width = 1 << doublings + _IDLE_BITS - _FINE_BITS
-    start = (1 << doublings + _IDLE_BITS) + eighth * width
-    return start, start + width
+    return _STARTS[level], _STARTS[level + 1]
 
 
 class Pool:
     """Endpoints of one role and revision."""
 
-    __slots__ = ("_buckets", "_filled", "available", "load", "members", "ring")
+    __slots__ = ("_buckets", "_filled", "available", "load", "members", "moved", "ring")
 
     def __init__(self) -> None:
         self.members: dict[int, Endpoint] = {}
@@ -51,6 +48,8 @@ class Pool:
         self._buckets: dict[int, dict[Endpoint, None]] = {}
         self._filled = 0
         """Bit n: bucket n has somebody."""
+        self.moved: dict[Endpoint, None] = {}
+        """Those that may be chosen whose load has left the range of their level."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
         self.ring.add(endpoints)
@@ -71,7 +70,7 @@ class Pool:
             return
         self.available += 1
         self.load += endpoint.load
-        self._put(endpoint, find_level(endpoint.load))
+        self._put(endpoint)
 
     def bar(self, endpoint: Endpoint) -> None:
         """It may not be chosen until it is admitted."""
@@ -81,16 +80,14 @@ class Pool:
         self.load -= endpoint.load
         self._take(endpoint)
         endpoint.level = -1
-
-    def relevel(self, endpoint: Endpoint) -> None:
-        """Its load has left the range of its level."""
-        self._take(endpoint)
-        self._put(endpoint, find_level(endpoint.load))
+        self.moved.pop(endpoint, None)
 
     def find_idle(self, count: int, excluded: Collection[str], start: int = 0) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket. Within one, `start` says where to begin: gateways
         that hear the same of workers have them in the same order, and would all send to the first.
         """
+        if self.moved:
+            self._sort()
         found: list[Endpoint] = []
         filled = self._filled
         while filled:
@@ -107,18 +104,21 @@ class Pool:
                         return found
         return found
 
-    def _put(self, endpoint: Endpoint, level: int) -> None:
-        endpoint.level = level
+    def _sort(self) -> None:
+        """Each into the bucket of its load, behind those that were there before."""
+        for endpoint in self.moved:
+            self._take(endpoint)
+            self._put(endpoint)
+        self.moved.clear()
+
+    def _put(self, endpoint: Endpoint) -> None:
+        endpoint.level = level = find_level(endpoint.load)
         endpoint.level_from, endpoint.level_below = find_range(level)
-        bucket = self._buckets.get(level)
-        if bucket is None:
-            bucket = self._buckets[level] = {}
-        bucket[endpoint] = None
+        self._buckets.setdefault(level, {})[endpoint] = None
         self._filled |= 1 << level
 
     def _take(self, endpoint: Endpoint) -> None:
-        level = endpoint.level
-        bucket = self._buckets[level]
+        bucket = self._buckets[endpoint.level]
         del bucket[endpoint]
         if not bucket:
-            self._filled &= ~(1 << level)
+            self._filled ^= 1 << endpoint.level

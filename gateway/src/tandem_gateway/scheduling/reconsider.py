@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tandem_gateway.scheduling.conversion import Offer, Terms, decide
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.picker import Choice, count_cached
-from tandem_gateway.scheduling.shared import SharedPrefix
+from tandem_gateway.scheduling.picker import Choice, Known, count_cached
 
 
 def reconsider(
     choice: Choice,
     demand: Demand,
-    cached: Mapping[Endpoint, int],
-    shared: SharedPrefix | None,
-    shared_tokens: int,
+    known: Known,
     terms: Terms,
     now: float,
 ) -> None:
-    """Let a decode worker compute the prompt of a pair itself, if that is decided. `cached` to `shared_tokens` as in
-    `pick`.
+    """Let a decode worker compute the prompt of a pair itself, if that is decided.
 
     Asked are the decode workers that were candidates for the pair. Changes nothing but the choice.
     """
@@ -36,9 +30,7 @@ def reconsider(
         if endpoint.own.keeps_steps and not endpoint.worker.needs_prefill
     }
     prompt = demand.prompt_tokens
-    tokens = {
-        name: max(0, prompt - count_cached(endpoint, cached, shared, shared_tokens)) for name, endpoint in able.items()
-    }
+    tokens = {name: max(0, prompt - count_cached(endpoint, known)) for name, endpoint in able.items()}
     offers = {name: _offer(endpoint, tokens[name], rate, now) for name, endpoint in able.items()}
     choice.conversion, best = decide(
         prefill.speed.predict(queued + choice.uncached_tokens + choice.pulled_work),

@@ -18,7 +18,16 @@ from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.outliers import SILENT_SECONDS, check
-from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, count_stored, name_source, pick
+from tandem_gateway.scheduling.picker import (
+    NOTHING,
+    SLACK_TOKENS,
+    Choice,
+    Group,
+    Known,
+    count_stored,
+    name_source,
+    pick,
+)
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
@@ -158,8 +167,27 @@ class Scheduler:
         """
         if self._out and self._out[0][0] <= now:
             self._readmit(now)
-        chain = demand.prefix
-        seed = demand.affinity
+        seed, known = demand.affinity, NOTHING
+        if demand.prefix or demand.prompt_tokens >= SLACK_TOKENS or self.estimator.unseen_hits:
+            seed, known = self._look_up(demand)
+        if not seed:
+            self._turn += 1
+        canary = self.canary is not None and self._decide_side(demand, seed)
+        for groups in (self._groups[canary], self._groups[not canary]):
+            if groups:
+                choice = pick(groups.values(), demand, seed, known, self._turn, now, excluded)
+                if choice is not None:
+                    if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
+                        reconsider(choice, demand, known, self.terms, now)
+                        if not choice.prefill:
+                            name_source(choice, known, excluded)
+                            count_stored(choice, known.stored)
+                    return choice
+        return None
+
+    def _look_up(self, demand: Demand) -> tuple[int, Known]:
+        """The seed of the session, which follows from the prompt where nothing names it; and where the prompt is."""
+        chain, seed = demand.prefix, demand.affinity
         cached: dict[Endpoint, int] = {}
         shared: SharedPrefix | None = None
         shared_tokens = 0
@@ -167,38 +195,20 @@ class Scheduler:
         if chain:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
             depth = 0
-            known, shared = self.index.locate(chain)
+            located, shared = self.index.locate(chain)
             if shared is not None:
                 depth, demand.shared = shared.depth, shared.entry
                 shared_tokens = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
-            cached = self.index.match(chain, depth, tokens, known)
-            stored = self.index.match_stored(chain, known, tokens, len(self._stores))
-            self.hearsay.match(chain, known, tokens, cached, stored)
+            cached = self.index.match(chain, depth, tokens, located)
+            stored = self.index.match_stored(chain, located, tokens, len(self._stores))
+            self.hearsay.match(chain, located, tokens, cached, stored)
             stored = {} if demand.scored else stored  # nothing is loaded for it, which says nothing of what is there
         if len(chain) < SHORT_CHUNKS and seed and demand.prompt_tokens >= SLACK_TOKENS:
             for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
         unseen = self.estimator.unseen_hits
-        if unseen:
-            unseen = min(1.0, HOME_CREDIT * unseen)
-        if not seed:
-            self._turn += 1
-        canary = self.canary is not None and self._decide_side(demand, seed)
-        for groups in (self._groups[canary], self._groups[not canary]):
-            if groups:
-                choice = pick(
-                    groups.values(), demand, seed, cached, self._turn, shared, shared_tokens, unseen, now, excluded,
-                    stored,
-                )  # fmt: skip
-                if choice is not None:
-                    if self.terms is not None and choice.prefill and choice.decode.worker.engine == "Tandem":
-                        reconsider(choice, demand, cached, shared, shared_tokens, self.terms, now)
-                        if not choice.prefill:
-                            name_source(choice, cached, shared, shared_tokens, excluded)
-                            count_stored(choice, stored)
-                    return choice
-        return None
+        return seed, Known(cached, shared, shared_tokens, stored, min(1.0, HOME_CREDIT * unseen) if unseen else 0.0)
 
     def _decide_side(self, demand: Demand, seed: int) -> bool:
         """Whether the request is for the canary; a request that is tried again stays where it was."""
@@ -220,25 +230,18 @@ class Scheduler:
         if self.canary is not None:
             served = choice.decode.worker.name in self._canary_names
             self.canary_requests[served, demand.canary is not None and demand.canary is not served] += 1
-        prefill = choice.prefill[0] if choice.prefill else choice.decode
-        if choice.conversion is not None:
-            self.conversions[choice.conversion.verdict] += 1
+        decode, conversion = choice.decode, choice.conversion
+        prefill = choice.prefill[0] if choice.prefill else decode
+        if conversion is not None:
+            self.conversions[conversion.verdict] += 1
         work = choice.uncached_tokens + choice.pulled_work
-        reservation = Reservation(
-            choice.decode,
-            prefill,
-            prefill_tokens=work,
-            decode_tokens=demand.output_tokens,
-            now=now,
-            stream=demand.stream,
-            conversion=choice.conversion,
-            pulls=choice.pulled_tokens > 0 or choice.stored_tokens > 0,
-        )
+        pulls = choice.pulled_tokens > 0 or choice.stored_tokens > 0
+        reservation = Reservation(decode, prefill, work, demand.output_tokens, now, demand.stream, conversion, pulls)
         if prefill.told:
             prefill.add_told(work, now)
-        if choice.decode.health.probe is WANTED:
-            self._begin_probe(choice.decode, reservation, now)
-        if prefill.health.probe is WANTED:
+        if decode.health.probe is WANTED:
+            self._begin_probe(decode, reservation, now)
+        if prefill is not decode and prefill.health.probe is WANTED:
             self._begin_probe(prefill, reservation, now)
         return reservation
 
@@ -257,11 +260,12 @@ class Scheduler:
         prefill = choice.prefill[0] if choice.prefill else decode
         written = choice.uncached_tokens + choice.pulled_tokens + choice.stored_tokens
         decode.kv_written += written
-        both = (decode,)
         if prefill is not decode:
             prefill.kv_written += written
-            both = (prefill, decode)
         chain = demand.prefix
+        if not chain and demand.prompt_tokens < SLACK_TOKENS:
+            return
+        both = (decode,) if prefill is decode else (prefill, decode)
         if chain:
             reservation.copy = self.index.record(chain, both, now)
         if len(chain) < SHORT_CHUNKS and demand.affinity and demand.prompt_tokens >= SLACK_TOKENS:

@@ -49,11 +49,12 @@ class Speed:
         return self.latency + (tokens / speed if speed else 0.0)
 
     def observe(self, tokens: float, seconds: float) -> None:
-        if tokens < LONG_TOKENS and (self.value or tokens < SHORT_TOKENS):
-            self.short_samples += 1
-            computing = tokens / self.value if self.value else 0.0
+        value = self.value
+        if tokens < (LONG_TOKENS if value else SHORT_TOKENS):
+            self.short_samples = samples = self.short_samples + 1
+            computing = tokens / value if value else 0.0
             self._latencies.append(seconds - computing if seconds > computing else 0.0)
-            if self.short_samples < WINDOW or not self.short_samples % 4:
+            if samples < WINDOW or not samples % 4:
                 self.latency = _find_quantile(self._latencies, LATENCY_QUANTILE)
         if tokens >= SHORT_TOKENS:
             computing = seconds - self.latency

@@ -161,17 +161,18 @@ class WorkerConnection(asyncio.Protocol):
 
     def _deliver(self, call: Carried) -> None:
         """Everything that one read brought goes on in one piece, outside the parser's callbacks."""
-        head, parts = self._head, self._body
+        head, parts, sink = self._head, self._body, call.sink
         if head is not None:
             self._head = None
             call.head = call.body = b""
-            if call.sink is not None:
-                call.sink.on_upstream_head(head)
+            if sink is not None:
+                sink.on_upstream_head(head)
+                sink = call.sink
         if parts:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             parts.clear()
-            if call.sink is not None:
-                call.sink.on_upstream_body(data, final=self._complete)
+            if sink is not None:
+                sink.on_upstream_body(data, final=self._complete)
 
     def _finish(self, call: Carried) -> None:
         """A complete answer: the connection is free before the exchange hears of it, for it may start the next call."""

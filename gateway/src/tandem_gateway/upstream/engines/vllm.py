@@ -57,7 +57,7 @@ class VLLM:
         refuse_steering(body)
         kinds = self._host.kinds
         if kinds.pairs and not kinds.mixed and path in GENERATES and not _is_shared(path, read_fields(body)):
-            inquiry.demand.local = True
+            inquiry.local = True
 
     def start(self, sink: Sink, order: Order) -> Call:
         call = _VLLMCall(self._host, sink, order, worker_model=self._worker_model)
