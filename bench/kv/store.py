@@ -7,13 +7,13 @@ conversations whose turns go round.
 
 A master and a holder run on this machine, over loopback. One worker of SmolLM2 computes prompts and is ended; the next
 one, which has neither memory nor disk of them, loads them from the store. Then kinds of work take turns between a
-worker without a store and one with: answers to prompts that memory has but for the end, of one block or of six, which the
-store is asked for in vain and of which little is written; and many new short prompts and answers at once, all of which is
-written. Two processes of the same build differ by some hundredths, by where their memory happens to lie: what a store
-costs is told beside work of which nothing is asked, which is the same for both. At last
-conversations: over two prefill and two decode workers that have little memory and share the store, each request to the
-next pair; over as many that have as many bytes as memory of their own, each conversation to its pair; and at a worker
-that has nothing cached. The machine should be idle. The last line is one JSON object.
+worker without a store and one with: answers to prompts that memory has but for the end, of one block or of six, of
+which little is written and nothing is found; and many new short prompts and answers at once, all of which is written.
+Two processes of the same build differ by some hundredths, by where their memory happens to lie: what a store costs is
+told beside work of which nothing is asked, which is the same for both. At last conversations: over two prefill and two
+decode workers that have little memory and share the store, each request to the next pair; over as many that have as
+many bytes as memory of their own, each conversation to its pair; and at a worker that has nothing cached. The machine
+should be idle. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -41,23 +41,30 @@ def make_odds(in_vain: int, seconds: float) -> Odds:
 def test_it_is_asked_where_what_it_may_save_is_likely_to_be_more(
     in_vain: int, blocks: int, seconds_per_block: float | None, favoured: bool
 ) -> None:
-    assert make_odds(in_vain, 0.002).favour(blocks, seconds_per_block) is favoured
+    assert make_odds(in_vain, 0.002).favour(blocks, seconds_per_block, 1.0) is favoured
 
 
 def test_a_find_makes_the_next_one_sure() -> None:
     odds = make_odds(LONGEST_ODDS, 0.002)
-    assert not odds.favour(1, 0.005)
+    assert not odds.favour(1, 0.005, 1.0)
     odds.note_answer(found=True)
-    assert odds.favour(1, 0.005)
+    assert odds.favour(1, 0.005, 1.0)
 
 
 def test_one_in_some_is_made_all_the_same() -> None:
     odds = make_odds(LONGEST_ODDS, 0.002)
-    assert [odds.favour(1, 0.005) for _ in range(2 * EXPLORE)] == ([False] * (EXPLORE - 1) + [True]) * 2
+    assert [odds.favour(1, 0.005, 1.0) for _ in range(2 * EXPLORE)] == ([False] * (EXPLORE - 1) + [True]) * 2
+
+
+def test_one_that_took_long_does_not_keep_others_from_asking() -> None:
+    """A request would not wait for it: it is cut."""
+    odds = make_odds(3, 5.0)
+    assert odds.favour(10, 0.005, 0.012)
+    assert not odds.favour(10, 0.005, 0.013)
 
 
 def test_before_any_was_made_everything_is_asked() -> None:
-    assert Odds().favour(1, 1e-9)
+    assert Odds().favour(1, 1e-9, 1.0)
 
 
 @given(st.lists(st.booleans(), max_size=200), st.integers(1, 300), st.floats(1e-4, 1e-1))
@@ -66,7 +73,7 @@ def test_no_more_is_lost_than_the_asking_would_cost(answers: list[bool], blocks:
     odds = make_odds(0, 0.002)
     for found in answers:
         odds.note_answer(found=found)
-    if not odds.favour(blocks, per_block):
+    if not odds.favour(blocks, per_block, 1.0):
         assert blocks * per_block <= (LONGEST_ODDS + 1) * odds.seconds
         assert not answers or not answers[-1] or blocks * per_block <= odds.seconds
 
@@ -93,12 +100,12 @@ def count_asks(rig: StoreRig) -> list[int]:
 
 
 def test_prompts_that_nobody_has_are_asked_for_less_and_less_until_one_is_found(address: str) -> None:
-    """A prompt takes 40 s to compute, a look-up 10 s as far as is known: after three in vain none is worth it."""
+    """A prompt takes 40 s to compute, and a request waits for 2 s: after 19 in vain none is worth it."""
     first, second = StoreRig(address), StoreRig(address, num_blocks=400)
     made = count_asks(second)
-    second.tier._odds.seconds = 10.0
+    second.tier._odds.seconds, second.tier._odds.in_vain = 10.0, 16
     second.tier._odds.note_seconds = lambda seconds: None  # type: ignore[method-assign]
-    for number in range(EXPLORE + 1):
+    for number in range(3 + EXPLORE - 2):
         prompt = make_prompt(900 + number)
         assert second.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
     assert len(made) == 3, "and chance comes with the next but one"
@@ -121,7 +128,7 @@ def test_what_is_known_to_be_there_is_loaded_without_a_look_up_for_the_rest(addr
     for seed in range(970, 974):
         rig.run(f"other{seed}", make_prompt(seed))  # memory gives the beginning up
     made = count_asks(rig)
-    rig.tier._odds.seconds = 1e9
+    rig.tier._odds.seconds, rig.tier._odds.in_vain = 10.0, LONGEST_ODDS
     assert rig.run("b", prompt) == greedy_answer(prompt, 8)
     assert (rig.cached("b"), made) == (40, [])
     rig.close()

@@ -23,9 +23,11 @@ class Odds:
         """What one takes, those included that were given up."""
         self._passed_over = 0
 
-    def favour(self, num_blocks: int, seconds_per_block: float | None) -> bool:
-        """Whether to ask for so many blocks, each of which takes so long to compute; None: nobody knows."""
-        if seconds_per_block is None or num_blocks * seconds_per_block > self.seconds * (1 + self.in_vain):
+    def favour(self, num_blocks: int, seconds_per_block: float | None, most_seconds: float) -> bool:
+        """Whether to ask for so many blocks, each of which takes so long to compute; None: nobody knows. A request waits
+        for `most_seconds` at most, however long one look-up took lately."""
+        seconds = min(self.seconds, most_seconds) * (1 + self.in_vain)
+        if seconds_per_block is None or num_blocks * seconds_per_block > seconds:
             return True
         self._passed_over = (self._passed_over + 1) % EXPLORE
         return not self._passed_over

@@ -149,7 +149,8 @@ class StoreTier(WrittenTier):
         count = self._slots.count_known(names)
         if count is None:
             count = self._slots.count_present(names)
-            if self._odds.favour(len(names) - count, self._pool.seconds_per_block):
+            missing, per_block = len(names) - count, self._pool.seconds_per_block
+            if self._odds.favour(missing, per_block, _wait_at_most(missing, per_block)):
                 return Run(count=0, seconds=0.0)
         seconds = self._pool.predict(count, self._pool.count_pieces(_place(count)))
         if not count or not is_sooner(seconds, count, self._pool.seconds_per_block):
@@ -163,9 +164,9 @@ class StoreTier(WrittenTier):
         if not self.health.on:
             engine.load_ended(order.load, 0)
         elif order.asks:
-            most = cut_after(0, len(order.asks), order.seconds_per_block or self._pool.seconds_per_block)
+            most = _wait_at_most(len(order.asks), order.seconds_per_block or self._pool.seconds_per_block)
             with self._lock:
-                self._asking[order.load] = order, self._clock() + ASK_SHARE * most
+                self._asking[order.load] = order, self._clock() + most
             self._asks.put(order)
             self._pool.wake()
         else:
@@ -308,6 +309,11 @@ class StoreTier(WrittenTier):
         if asked:
             self._unanswered = 0
             logger.error("the holder of the store is to be started again: %s", error)
+
+
+def _wait_at_most(num_blocks: int, seconds_per_block: float | None) -> float:
+    """Seconds for which a request waits for a look-up."""
+    return ASK_SHARE * cut_after(0, num_blocks, seconds_per_block)
 
 
 def _place(count: int) -> list[Place]:
