@@ -32,7 +32,13 @@ from typing import Any
 
 from bench.engine.server import stream, streams, worker
 from bench.kv.__main__ import judge, make_prompt, read_metric
-from bench.kv.rotation import await_store, converse_by_affinity, converse_in_rotation, converse_without_cache
+from bench.kv.rotation import (
+    MEMORY_BYTES,
+    await_store,
+    converse_by_affinity,
+    converse_in_rotation,
+    converse_without_cache,
+)
 from e2e.model import find_model
 from tests.mooncake.library import plan_environment
 from tests.mooncake.network import stay_inside
@@ -126,7 +132,7 @@ def measure_rotation(model: Path, holder: Program, sessions: int, turns: int) ->
     """What round robin with the store has cached less than affinity, and answers that are not those without a cache."""
     share = (_HOLDER_MEGABYTES << 20) // 4
     plain = converse_without_cache(model, sessions, turns)
-    affine = converse_by_affinity(model, share, sessions, turns)
+    affine = converse_by_affinity(model, MEMORY_BYTES + share, sessions, turns)  # as many bytes, of its own
     rotated = converse_in_rotation(model, describe_store(holder), sessions, turns)
     for name, seen in (("affinity", affine), ("round robin with the store", rotated)):
         print(f"{name}: {100 * seen.cached_share:.1f}% of {seen.prompt_tokens} prompt tokens cached")
