@@ -220,6 +220,14 @@ bench-kv: setup ## Blocks on a disk: first tokens against computing and memory, 
 bench-kv-store: setup ## Blocks in Mooncake's store: first tokens, what a step costs beside, conversations by round robin (idle cores)
 	@$(RUN) python -m bench.kv.store $(BENCH)
 
+.PHONY: bench-kv-sharing
+bench-kv-sharing: setup ## Conversations that go round over workers with disks and peers, against such as stay with theirs (idle cores)
+	@$(RUN) python -m bench.kv.sharing $(BENCH)
+
+.PHONY: soak-tiers
+soak-tiers: setup ## 1,000 kills (BENCH="--kills N --minutes M") of workers with disks and peers under load: nothing wrong, lost or left over
+	@$(RUN) python -m bench.kv.kills $(BENCH)
+
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU, latency and memory of the gateway, beside nginx and other gateways where they are installed
 	@$(RUN) python -m bench.gateway.run

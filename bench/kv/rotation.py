@@ -32,7 +32,7 @@ class Seen:
     cached_tokens: int = 0
     answers: list[list[int]] = field(default_factory=list)
     loaded_tokens: float = 0.0
-    """From the store."""
+    """From the store, or from disks and other workers."""
     loads_cut: float = 0.0
     """Loads and look-ups that were late."""
 
@@ -61,8 +61,10 @@ def converse(ask: Ask, sessions: int, turns: int) -> Seen:
     return seen
 
 
-def complete(port: int, prompt: list[int], prefill: str | None = None, salt: str | None = None) -> dict[str, Any]:
-    """One answer in one piece."""
+def complete(
+    port: int, prompt: list[int], prefill: str | None = None, salt: str | None = None, source: str | None = None
+) -> dict[str, Any]:
+    """One answer in one piece. `source`: who has a part of the prompt, as a gateway would say it."""
     body: dict[str, Any] = {
         "model": "bench", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
@@ -72,7 +74,9 @@ def complete(port: int, prompt: list[int], prefill: str | None = None, salt: str
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
-        {"content-type": "application/json"} | ({} if prefill is None else {"x-tandem-prefill": prefill}),
+        {"content-type": "application/json"}
+        | ({} if prefill is None else {"x-tandem-prefill": prefill})
+        | ({} if source is None else {"x-tandem-kv-source": source}),
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.loads(answer.read())
@@ -85,20 +89,33 @@ def converse_without_cache(model: Path, sessions: int, turns: int) -> Seen:
 
 
 @contextlib.contextmanager
-def run_fleet(model: Path, kv: Mapping[str, Any]) -> Iterator[tuple[list[Worker], list[Worker]]]:
-    """Two prefill and two decode workers, each with `kv`."""
+def run_fleet(
+    model: Path, kv: Mapping[str, Any], disks: Path | None = None
+) -> Iterator[tuple[list[Worker], list[Worker]]]:
+    """Two prefill and two decode workers, each with `kv`, and a disk of its own in `disks`, where that is given."""
     threads = len(os.sched_getaffinity(0))
+
+    def plan(role: str, number: int) -> dict[str, Any]:
+        if disks is None:
+            return dict(kv)
+        own = disks / f"{role}-{number}"
+        own.mkdir(parents=True)
+        return dict(kv) | {"disk": {"path": str(own), "sizeBytes": 1 << 30}}
+
     with contextlib.ExitStack() as stack:
         prefills, decodes = (
-            [stack.enter_context(worker(role, model, "BFloat16", threads, kv=kv)) for _ in range(2)]
+            [stack.enter_context(worker(role, model, "BFloat16", threads, kv=plan(role, each))) for each in range(2)]
             for role in ("prefill", "decode")
         )
         yield prefills, decodes
 
 
-def converse_by_affinity(model: Path, share_bytes: int, sessions: int, turns: int) -> Seen:
-    """A conversation stays with its pair; each worker has its share of the store's bytes as memory of its own."""
-    with run_fleet(model, {"memoryBytes": MEMORY_BYTES + share_bytes}) as (prefills, decodes):
+def converse_by_affinity(
+    model: Path, memory_bytes: int, sessions: int, turns: int, disks: Path | None = None, *, peers: bool = False
+) -> Seen:
+    """A conversation stays with its pair. `disks` and `peers`: as in `converse_with_peers`."""
+    kv = {"memoryBytes": memory_bytes} | ({"peers": True} if peers else {})
+    with run_fleet(model, kv, disks) as (prefills, decodes):
 
         def ask(_: int, session: int, prompt: list[int]) -> dict[str, Any]:
             prefill = prefills[session % len(prefills)]
@@ -124,6 +141,34 @@ def converse_in_rotation(model: Path, store: Mapping[str, Any], sessions: int, t
                 each, "tandem_worker_kv_tier_tokens_total", direction="read", tier="store"
             )
             seen.loads_cut += read_metric(each, "tandem_worker_kv_loads_cut_total", tier="store")
+        return seen
+
+
+def converse_with_peers(
+    model: Path, memory_bytes: int, sessions: int, turns: int, disks: Path | None, *, peers: bool
+) -> Seen:
+    """As `converse_in_rotation`, without a store, over workers that have disks in `disks` and give each other blocks:
+    whoever answered a conversation last has all of it, and is named as a gateway would name it."""
+    last: dict[int, tuple[Worker, int]] = {}
+    kv = {"memoryBytes": memory_bytes} | ({"peers": True} if peers else {})
+    with run_fleet(model, kv, disks) as (prefills, decodes):
+
+        def ask(number: int, session: int, prompt: list[int]) -> dict[str, Any]:
+            prefill, decode = prefills[number // 2 % len(prefills)], decodes[number % len(decodes)]
+            source = None
+            if peers and session in last:
+                holder, tokens = last[session]
+                source = f"127.0.0.1:{holder.kv_port};tokens={tokens}"
+            last[session] = decode, len(prompt) + ANSWER_TOKENS
+            return complete(decode.port, prompt, f"127.0.0.1:{prefill.kv_port}", source=source)
+
+        seen = converse(ask, sessions, turns)
+        for each in (*prefills, *decodes):
+            for tier in (["disk"] if disks is not None else []) + (["peer"] if peers else []):
+                seen.loaded_tokens += read_metric(
+                    each, "tandem_worker_kv_tier_tokens_total", direction="read", tier=tier
+                )
+                seen.loads_cut += read_metric(each, "tandem_worker_kv_loads_cut_total", tier=tier)
         return seen
 
 

@@ -1,13 +1,15 @@
-"""Two workers of a model give each other what they have computed, over the cluster's network and past its policies."""
+"""Two workers of a model give each other what they have computed, over the cluster's network and past its policies. One
+that gets nothing of whom it asks is told of."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 from tandem_api import names
 from tandem_api.keys import bearer_token
 
-from e2e.suite.fleet import Fleet, Say, smollm2
+from e2e.suite.fleet import Fleet, Say, smollm2, until
 from e2e.suite.test_keys import rings_of
 
 MODEL = "sharing"
@@ -19,6 +21,7 @@ began = time.monotonic()
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 print(json.dumps([answer["choices"][0]["text"], answer["usage"], time.monotonic() - began]))
 """
+NOBODY = "127.0.0.1:9"
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
 
 
@@ -30,12 +33,12 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     token = bearer_token(rings_of(fleet, MODEL)[names.API_KEY_FILE])
     pods = {pod["metadata"]["name"]: pod["status"]["podIP"] for pod in fleet.pods(MODEL, "unified")}
     holder, puller = sorted(pods)
-    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0})
 
     def host_of(pod: str) -> str:
         return f"[{pods[pod]}]" if ":" in pods[pod] else pods[pod]
 
-    def ask(pod: str, **more: str) -> tuple[str, int, float]:
+    def ask(pod: str, prompt: str = PROMPT, **more: str) -> tuple[str, int, float]:
+        body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0})
         headers = {"content-type": "application/json", names.HEADER_TOKEN: token} | more
         text, usage, seconds = json.loads(
             fleet.run_python(pod, "worker", ASK, json.dumps(headers), body, f"{host_of(pod)}:{names.WORKER_HTTP_PORT}")
@@ -49,3 +52,19 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     assert cached > 500
     tiers = {tier["tier"]: tier for tier in fleet.telemetry(puller)["kvTiers"]}
     assert tiers["peer"]["tokensPerSecond"] > 0
+
+    numbers = itertools.count(1)
+
+    def is_told(status: str, reason: str) -> str:
+        """Once the holder has asked somebody again who is not there; what the condition says."""
+        if status == "False":
+            assert ask(holder, f"{next(numbers)} {PROMPT}", **{names.HEADER_KV_SOURCE: NOBODY})[1] < 16
+        told = fleet.condition(MODEL, "KVTiersReady")
+        assert told is not None
+        assert (told["status"], told["reason"]) == (status, reason), told
+        return told["message"]
+
+    until("both give each other blocks", lambda: is_told("True", "PeersInUse"), within=15)
+    message = until("that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=15, every=1.0)
+    say(message)
+    assert f"{holder}: {NOBODY}: " in message

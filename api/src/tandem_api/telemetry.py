@@ -47,6 +47,7 @@ class TierTelemetry(Wire):
     reason: Annotated[str, Field(max_length=64)] | None = None
     """Why it is not in use, in a word; absent while it is."""
     message: Annotated[str, Field(max_length=1000)] = ""
+    """As a sentence. Without a reason: workers of whom nothing comes, while others give what they have."""
     capacity_tokens: Count = 0
     """For which there is room."""
     stored_tokens: Count = 0

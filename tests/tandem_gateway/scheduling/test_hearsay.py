@@ -29,13 +29,13 @@ def test_a_conversation_is_found_by_its_deepest_entry_that_anybody_was_sent() ->
     hearsay.add(chain[3], [Holding(one, 0.0)])
     hearsay.add(chain[7], [Holding(other, 0.0)])
     found = {}
-    hearsay.match(chain, 0, 256.0, found, {})
+    hearsay.match(chain, 0, 256.0, found, {}, 0.0)
     assert found == {other: 8 * 256}
     found = {}
-    hearsay.match(chain, 8, 256.0, found, {})  # this gateway knows more itself
+    hearsay.match(chain, 8, 256.0, found, {}, 0.0)  # this gateway knows more itself
     assert found == {}
     other.evicted_until = 1.0
-    hearsay.match(chain, 0, 256.0, found, {})
+    hearsay.match(chain, 0, 256.0, found, {}, 0.0)
     assert found == {one: 4 * 256}
 
 
@@ -45,7 +45,7 @@ def test_what_was_heard_is_bounded() -> None:
         hearsay.add(entry, [Holding(endpoint, 0.0)])
     assert len(hearsay) <= 2 * GENERATION
     found = {}
-    hearsay.match([2 * GENERATION + 5], 0, 1.0, found, {})
+    hearsay.match([2 * GENERATION + 5], 0, 1.0, found, {}, 0.0)
     assert found == {endpoint: 1}
 
 

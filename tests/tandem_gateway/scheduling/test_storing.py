@@ -208,6 +208,50 @@ def test_what_another_gateway_sent_is_there_too() -> None:
     assert (choice.decode.worker.name, choice.stored_tokens) == ("d2", 4096)
 
 
+def test_what_another_gateway_sent_is_there_once_its_answer_is_likely_to_have_ended() -> None:
+    """Of a prompt whose answer is under way nothing is in the store: who loads it now would find nothing."""
+    scheduler = fleet("d1", "d2")
+    demand = make_demand(4200, prefix=make_chain(2, 16))
+    choice = ask(scheduler, demand)
+    for _ in range(60):  # answers that take 5 s
+        reservation = scheduler.reserve(choice, demand, 1.0)
+        scheduler.accept(choice, demand, reservation, 1.0)
+        reservation.first_token(3.1)
+        choice.decode.hear(6.0)
+        reservation.release()
+    store = choice.decode.store
+    assert store is not None
+    assert store.answer_seconds == pytest.approx(5.0, rel=0.01)
+    name = name_prompt(CHAIN[-1], 0, "")
+    scheduler.observe(scheduler.endpoints["d1"], 10.0, queued_tokens=0, share=SHARE, prompts=[name])
+    queue_prompt(scheduler, "d1", 50_000)
+    for now, stored in ((11.0, 0), (14.0, 0), (15.5, 4096)):
+        found = scheduler.choose(make_demand(4200, prefix=CHAIN), now)
+        assert found is not None
+        assert (found.decode.worker.name, found.stored_tokens) == ("d2", stored)
+
+
+@pytest.mark.parametrize(
+    ("pulled", "cached", "found"),
+    [
+        (0, 0, 0.9),  # nothing was there, and it was believed from the prompt's beginning on
+        (1024, 0, 1.0),  # the other worker gave nothing: what comes after it was not asked for
+        (1024, 1000, 1.0),
+        (1024, 2048, 0.9),  # it gave all of its part, and the store nothing
+        (1024, 2560, 0.95),
+        (1024, 3072, 1.0),
+    ],
+)
+def test_a_worker_that_gives_nothing_does_not_speak_against_the_store(pulled: int, cached: int, found: float) -> None:
+    """Of 3,072 cached tokens 1,024 were at home, as many elsewhere or at home too, and as many in the store."""
+    store = Store()
+    endpoint = make_endpoint()
+    store.join(endpoint, SHARE)
+    choice = picker.Choice(endpoint, [], 100, 3072, 3072, [], pulled_tokens=pulled, store=store, stored_tokens=1024)
+    choice.learn_stored(cached)
+    assert store.found == pytest.approx(found)
+
+
 def test_what_turns_out_not_to_be_there_is_believed_less_and_charged_more() -> None:
     scheduler = fleet("d1", "d2")
     (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))

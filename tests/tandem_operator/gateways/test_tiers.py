@@ -93,14 +93,75 @@ def tell(reason: str | None, message: str = "") -> TierTelemetry:
 def test_the_condition_says_what_workers_say(
     tiers: dict[str, TierTelemetry], status: str, reason: str, words: str
 ) -> None:
-    (condition,) = tiers_condition(with_disk(), tiers)
+    (condition,) = tiers_condition(with_disk(), tiers, {})
     assert (condition.type, condition.status, condition.reason) == ("KVTiersReady", status, reason)
     assert re.search(words, condition.message)
 
 
 def test_nothing_is_said_where_no_disk_is_asked_for_or_nobody_serves() -> None:
-    assert tiers_condition(blueprint(), {"a": tell("VolumeFull")}) == []
-    assert tiers_condition(with_disk(suspend=True), {}) == []
+    told = {"a": tell("VolumeFull")}
+    assert tiers_condition(blueprint(), told, told) == []
+    assert tiers_condition(with_disk(suspend=True), {}, {}) == []
+    group = blueprint(kv={"peers": "Auto"}, decode={"parallelism": {"tensor": 2}})
+    assert tiers_condition(group, {}, {}) == [], "workers of several ranks ask nobody"
+
+
+def tell_peers(reason: str | None, message: str = "") -> TierTelemetry:
+    return TierTelemetry(tier="peer", reason=reason, message=message)
+
+
+@pytest.mark.parametrize(
+    ("peers", "status", "reason", "words"),
+    [
+        ({}, "Unknown", "PeersNotSeen", "no worker has told"),
+        ({"a": tell_peers(None), "b": tell_peers(None)}, "True", "PeersInUse", "2 workers give each other blocks$"),
+        (
+            {"a": tell_peers(None), "b": tell_peers(None, "10.0.0.7:7000: refused")},
+            "True",
+            "PeersInUse",
+            "blocks; b gets nothing of 10.0.0.7:7000: refused$",
+        ),
+        (
+            {"a": tell_peers(None), "b": tell_peers("PeersFailing", "10.0.0.7:7000: refused")},
+            "False",
+            "PeersFailing",
+            "^1 of 2 workers get nothing of the workers .* b: 10.0.0.7:7000: refused$",
+        ),
+        (
+            {f"w{number}": tell_peers(None, "10.0.0.7:7000: refused") for number in range(9)},
+            "True",
+            "PeersInUse",
+            "; w2 gets nothing of 10.0.0.7:7000: refused and 6 more$",
+        ),
+    ],
+)
+def test_the_condition_says_who_gets_nothing_of_others(
+    peers: dict[str, TierTelemetry], status: str, reason: str, words: str
+) -> None:
+    (condition,) = tiers_condition(blueprint(kv={"peers": "Auto"}), {}, peers)
+    assert (condition.type, condition.status, condition.reason) == ("KVTiersReady", status, reason)
+    assert re.search(words, condition.message)
+
+
+@pytest.mark.parametrize(
+    ("disk", "peer", "status", "reason", "words"),
+    [
+        (None, None, "True", "DisksInUse", "the disks of 1 workers are in use; 1 workers give each other blocks"),
+        ("VolumeFull", None, "False", "VolumeFull", "^1 of 1 workers have switched off the disk"),
+        (None, "PeersFailing", "False", "PeersFailing", "^1 of 1 workers get nothing"),
+        ("VolumeFull", "PeersFailing", "False", "VolumeFull", "no space left; 1 of 1 workers get nothing"),
+        ("Starting", None, "Unknown", "DisksNotSeen", "still looking"),
+        ("Starting", "PeersFailing", "False", "PeersFailing", "^1 of 1 workers get nothing"),
+    ],
+)
+def test_of_disks_and_peers_the_worse_is_told(
+    disk: str | None, peer: str | None, status: str, reason: str, words: str
+) -> None:
+    plan = blueprint(kv={"disk": DISK, "peers": "Auto"})
+    disks, peers = {"w": tell(disk, "no space left" if disk else "")}, {"w": tell_peers(peer, "w1: x" if peer else "")}
+    (condition,) = tiers_condition(plan, disks, peers)
+    assert (condition.status, condition.reason) == (status, reason)
+    assert re.search(words, condition.message)
 
 
 def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tandem_worker.tiers import peer_link
+from tandem_worker.tiers.peers import find_failing
 
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers import peer_rig
@@ -187,9 +189,59 @@ def test_who_has_failed_is_asked_again_after_a_while() -> None:
         record.note_failure("gone", 100.0)
         pauses.append(record.retry_at - 100.0)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    record.note_success()
+    record.note_success(150.0)
     record.note_failure("gone", 200.0)
     assert record.retry_at == 201.0
+
+
+def make_record(failures: int, at: float, *, is_well: bool = False) -> peer_link.PeerRecord:
+    record = peer_link.PeerRecord()
+    record.note_success(at)
+    for _ in range(failures):
+        record.note_failure("refused", at, is_well=is_well)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("records", "failing", "all_fail"),
+    [
+        ({}, [], False),
+        ({"a": make_record(0, 100.0)}, [], False),
+        ({"a": make_record(2, 100.0)}, [], False),  # the next one may do
+        ({"a": make_record(3, 100.0)}, ["a: refused"], True),
+        ({"a": make_record(9, 100.0, is_well=True)}, [], False),  # it answers, and has other things to do
+        ({"b": make_record(3, 100.0), "a": make_record(0, 100.0)}, ["b: refused"], False),
+        ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, ["b: refused"], True),  # asked long ago
+        ({"b": make_record(3, 39.0), "a": make_record(0, 100.0)}, [], False),
+    ],
+)
+def test_who_fails_again_and_again_is_told(
+    records: dict[str, peer_link.PeerRecord], failing: list[str], all_fail: bool
+) -> None:
+    assert find_failing(records, 100.0) == (failing, all_fail)
+
+
+def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:
+    now = [0.0]
+    holder, puller = make_peer(), make_peer(clock=lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        nobody = f"127.0.0.1:{sock.getsockname()[1]}"
+    for number in range(peer_link.FAILING):
+        assert puller.source.stats().reason is None
+        prompt = make_prompt(number)
+        assert puller.run(f"a{number}", prompt, kv_source=nobody) == greedy_answer(prompt, 8)
+        wait_until(lambda number=number: puller.source._records[nobody].failures == number + 1)
+        now[0] = puller.source._records[nobody].retry_at
+    stats = puller.source.stats()
+    assert (stats.reason, stats.message.startswith(f"{nobody}: ")) == ("PeersFailing", True)
+    prompt = make_prompt(10)
+    holder.run("b", prompt)
+    puller.run("c", prompt, kv_source=holder.kv)
+    assert puller.cached("c") == 40
+    wait_until(lambda: puller.source.stats().reason is None)
+    assert puller.source.stats().message.startswith(f"{nobody}: "), "it is still one of those that were asked lately"
+    now[0] += peer_link.STALE_SECONDS + 1
+    assert (puller.source.stats().reason, puller.source.stats().message) == (None, "")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class Hearsay:
         chunk_tokens: float,
         found: dict[Endpoint, int],
         stored: dict[Store, int],
+        now: float,
     ) -> None:
         """Put who was sent most of this prompt into `found`, with the tokens, where that is more than `known` chunks,
         which this gateway has sent somewhere itself; and into `stored` the stores that have it then."""
@@ -82,7 +83,7 @@ class Hearsay:
                 continue
             tokens = int(depth * chunk_tokens)
             for holding in holders:
-                if holding.store is not None and holding.is_stored() and stored.get(holding.store, 0) < tokens:
+                if holding.store is not None and holding.is_settled(now) and stored.get(holding.store, 0) < tokens:
                     stored[holding.store] = tokens
             alive = [holding.endpoint for holding in holders if holding.alive()]
             for endpoint in alive:

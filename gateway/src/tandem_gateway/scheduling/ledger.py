@@ -169,8 +169,7 @@ class Reservation:
         copy = self.copy
         if copy is not None:  # in use until the worker last showed a sign of life
             copy.written = decode.kv_written
-            copy.used_at = max(copy.used_at, decode.heard_at)
-            copy.note_stored()
+            copy.end_use(decode.heard_at)
         if decode.health.probe is self:
             decode.retry_probe()
         if prefill is not decode and prefill.health.probe is self:

@@ -106,9 +106,15 @@ class Choice:
     """Whether the decode endpoint computes the prompt though prefill endpoints are there; None: nobody asked."""
 
     def learn_stored(self, cached_tokens: int) -> None:
-        """From the `usage` of the answer: how many prompt tokens were cached, beside those that the worker had."""
-        if self.store is not None and self.stored_tokens:
-            had = self.cached_tokens - self.stored_tokens
+        """From the `usage` of the answer: how many prompt tokens were cached, beside those that the worker had.
+
+        Where another worker was to give its part first and has not, nothing is loaded that comes after it: that says
+        nothing of the store.
+        """
+        if self.store is None or not self.stored_tokens:
+            return
+        had = self.cached_tokens - self.stored_tokens
+        if not self.pulled_tokens or cached_tokens >= had:
             self.store.learn((cached_tokens - had) / self.stored_tokens)
 
 

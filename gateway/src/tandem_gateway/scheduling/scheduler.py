@@ -202,7 +202,7 @@ class Scheduler:
             seed = seed or chain[min(depth, len(chain) - 1)]
             cached = self.index.match(chain, depth, tokens, located)
             stored = self.index.match_stored(chain, located, tokens, len(self._stores))
-            self.hearsay.match(chain, located, tokens, cached, stored)
+            self.hearsay.match(chain, located, tokens, cached, stored, now)
             stored = {} if demand.scored else stored  # nothing is loaded for it, which says nothing of what is there
         if len(chain) < SHORT_CHUNKS and seed and demand.prompt_tokens >= SLACK_TOKENS:
             for endpoint, tokens in self.index.match_session(seed, demand.short):

@@ -51,14 +51,26 @@ class Holding:
         self.stored_chunks = stored_chunks
         """So many chunks of it: while a request has it in use, those that were there before."""
 
+    def end_use(self, heard_at: float) -> None:
+        """The request that had it in use has ended, whose worker showed a sign of life then."""
+        begun, self.used_at = self.used_at, max(self.used_at, heard_at)
+        self.note_stored()
+        if self.store is not None:
+            self.store.learn_length(self.used_at - begun)
+
     def note_stored(self) -> None:
-        """The request that had it in use has ended."""
+        """No request has it in use, or none that this gateway knows the end of."""
         if self.store is not None:
             self.stored_at, self.stored_chunks = self.store.written, _ALL
 
     def is_stored(self) -> bool:
         """Whether it is in the store, whatever has become of the worker."""
         return self.store is not None and self.stored_at is not None and self.store.has(self.stored_at)
+
+    def is_settled(self, now: float) -> bool:
+        """Whether one that another gateway has sent is in the store: its request has ended if it took no longer than
+        others do, which nobody tells."""
+        return self.store is not None and now - self.used_at >= self.store.answer_seconds and self.is_stored()
 
     def alive(self) -> bool:
         """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""

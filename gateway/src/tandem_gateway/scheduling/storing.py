@@ -33,7 +33,7 @@ class Share(NamedTuple):
 class Store:
     """What one build's workers share."""
 
-    __slots__ = ("_parts", "found", "gone", "tokens", "written")
+    __slots__ = ("_parts", "answer_seconds", "found", "gone", "tokens", "written")
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -42,6 +42,8 @@ class Store:
         """Tokens that it has taken in so far: what was written before the last `tokens` of them is given up."""
         self.found = 1.0
         """The share of the tokens that were believed to be there which lately were."""
+        self.answer_seconds = 0.0
+        """How long its requests lately took, of those that this gateway has sent: blocks come here when they end."""
         self.gone = False
         """All its workers have been without it at a time: what they find next is another one, or empty."""
         self._parts: dict[Endpoint, Share] = {}
@@ -69,6 +71,10 @@ class Store:
     def has(self, written: int) -> bool:
         """Whether what was put there when it had taken in so much is still there, as far as can be reckoned."""
         return not self.gone and self.written - written < self.tokens
+
+    def learn_length(self, seconds: float) -> None:
+        """A request took so long, of which nothing new came here before."""
+        self.answer_seconds += _NEWS * (seconds - self.answer_seconds)
 
     def learn(self, share: float) -> None:
         """So much of what was believed to be there was."""

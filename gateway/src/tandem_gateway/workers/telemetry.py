@@ -44,6 +44,8 @@ COMPLAIN_AFTER = 5
 TICK_SECONDS = 0.05
 _SPREAD = 0.6180339887498949
 """Multiples of the golden ratio's fraction leave no large gap, however many there are."""
+_TOO_SLOW = 1e-6
+"""Tokens per second at which nothing is worth being brought."""
 _OK = "ok"
 _REASONS = {Failure.CONNECT: "refused", Failure.LOCAL: "local", Failure.RESET: "reset", Failure.PROTOCOL: "protocol"}
 
@@ -68,10 +70,10 @@ def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
 
 def describe_pulls(sample: WorkerTelemetry) -> float | None:
     """At how many tokens per second a worker brings other workers' blocks, 0 until it knows; None: it brings none, and
-    gives none away."""
+    gives none away. One that gets nothing of those whom it asks gives as before."""
     for tier in sample.kv_tiers:
-        if tier.tier == "peer" and tier.reason is None:
-            return tier.tokens_per_second or 0.0
+        if tier.tier == "peer":
+            return _TOO_SLOW if tier.reason is not None else tier.tokens_per_second or 0.0
     return None
 
 

@@ -71,6 +71,8 @@ class FleetView:
     """Workers that are not ready, by the name of the pod: its address, and what it says that it is doing."""
     tiers: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
     """What workers say of the disks that they keep blocks on, by the name of the pod; of others there is nothing."""
+    peers: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
+    """As `tiers`, of the blocks that they get of other workers."""
     transports: Mapping[str, KVTransportTelemetry] = field(default_factory=dict[str, KVTransportTelemetry])
     """What workers say of how their blocks move, by the name of the pod."""
     stores: Mapping[str, TierTelemetry] = field(default_factory=dict[str, TierTelemetry])
@@ -190,6 +192,7 @@ class FleetWatch:
             },
             starting={one.name: (_host(one), one.waits_for) for report in reports for one in report.starting},
             tiers=_tiers(samples, "disk"),
+            peers=_tiers(samples, "peer"),
             transports=_transports(samples),
             stores=_tiers(samples, "store"),
             weights=_weights(samples),
@@ -296,6 +299,7 @@ class FleetWatch:
             dict(view.silent),
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
+            {name: (tier.reason, tier.message != "") for name, tier in view.peers.items()},
             summarize(view.transports),
             {name: tier.reason for name, tier in view.stores.items()},
             {name: told for name, told in view.weights.items() if told is not None},

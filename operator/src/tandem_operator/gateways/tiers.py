@@ -1,4 +1,5 @@
-"""Whether the disks work that workers keep blocks on, and the store that they share, as they say themselves. Pure."""
+"""Whether the disks work that workers keep blocks on, whether they get those of each other, and whether the store works
+that they share, as they say themselves. Pure."""
 
 from __future__ import annotations
 
@@ -38,6 +39,15 @@ _DISKS = _Words(
     not_seen="DisksNotSeen",
     in_use="DisksInUse",
 )
+_PEERS = _Words(
+    condition=CONDITION,
+    off="workers get nothing of the workers that they ask for blocks, and compute",
+    unheard="no worker has told yet whether it gets blocks of others",
+    looking="some workers have not told yet whether they get blocks of others",
+    used="{count} workers give each other blocks",
+    not_seen="PeersNotSeen",
+    in_use="PeersInUse",
+)
 _STORE = _Words(
     condition=STORE_CONDITION,
     off="workers do without the store of spec.kv.store, and compute",
@@ -49,12 +59,23 @@ _STORE = _Words(
 )
 
 
-def tiers_condition(blueprint: Blueprint, tiers: Mapping[str, TierTelemetry]) -> list[Condition]:
-    """The condition of the workers' disks, from what each worker said last, by pod; nothing where no disk is asked for,
-    or where nobody serves."""
-    if blueprint.model.spec.kv.disk is None or blueprint.model.spec.suspend:
+def tiers_condition(
+    blueprint: Blueprint, disks: Mapping[str, TierTelemetry], peers: Mapping[str, TierTelemetry]
+) -> list[Condition]:
+    """The condition of the workers' disks, and of the blocks that they get of each other, from what each worker said
+    last, by pod; nothing where neither is asked for, or where nobody serves. The worse of both has the reason, and both
+    their words."""
+    if blueprint.model.spec.suspend:
         return []
-    return [_judge(_DISKS, tiers)]
+    parts = [_judge(_DISKS, disks)] if blueprint.model.spec.kv.disk is not None else []
+    if any(blueprint.gives_blocks(role) for role in blueprint.worker_roles):
+        parts.append(_judge(_PEERS, peers))
+    for status in ("False", "Unknown", "True"):
+        told = [part for part in parts if part.status == status]
+        if told:
+            text = "; ".join(part.message for part in told)
+            return [told[0].model_copy(update={"message": text})]
+    return []
 
 
 def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -> list[Condition]:
@@ -64,6 +85,14 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
     return [_judge(_STORE, stores)]
 
 
+def _describe_partly(tiers: Mapping[str, TierTelemetry]) -> str:
+    """What workers say whose tier is in use, but not with everybody."""
+    named = [f"{name} gets nothing of {tier.message}" for name, tier in sorted(tiers.items()) if tier.message]
+    return "".join(f"; {words}" for words in named[:_NAMED]) + (
+        f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
+    )
+
+
 def _judge(words: _Words, tiers: Mapping[str, TierTelemetry]) -> Condition:
     off = _describe_off(tiers, words.off)
     if off is not None:
@@ -71,9 +100,8 @@ def _judge(words: _Words, tiers: Mapping[str, TierTelemetry]) -> Condition:
     if not tiers or any(tier.reason is not None for tier in tiers.values()):
         text = words.looking if tiers else words.unheard
         return Condition(type=words.condition, status="Unknown", reason=words.not_seen, message=text)
-    return Condition(
-        type=words.condition, status="True", reason=words.in_use, message=words.used.format(count=len(tiers))
-    )
+    text = words.used.format(count=len(tiers)) + _describe_partly(tiers)
+    return Condition(type=words.condition, status="True", reason=words.in_use, message=text)
 
 
 def _describe_off(tiers: Mapping[str, TierTelemetry], what: str) -> tuple[str, str] | None:

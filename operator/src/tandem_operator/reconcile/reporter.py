@@ -123,7 +123,7 @@ class Reporter:
                 *decided.prewarm.condition,
                 *understood_condition(reading.unknown),
                 *self._contention.condition(look.key),
-                *tiers_condition(decided.blueprint, view.tiers),
+                *tiers_condition(decided.blueprint, view.tiers, view.peers),
                 *transport_condition(decided.blueprint, view.transports),
                 *store_condition(decided.blueprint, view.stores),
             ],

@@ -15,6 +15,7 @@ VOLUME_IN_USE, VOLUME_TOO_SMALL, VOLUME_FAILED = "VolumeInUse", "VolumeTooSmall"
 VOLUME_SLOW, VOLUME_FROZEN = "VolumeSlow", "VolumeFrozen"
 STORE_UNREACHABLE, STORE_FROZEN, STORE_FULL = "StoreUnreachable", "StoreFrozen", "StoreFull"
 STORE_SLOW, STORE_FAILED, STORE_MISSING = "StoreSlow", "StoreFailed", "MooncakeMissing"
+PEERS_FAILING = "PeersFailing"
 STORE_HOLDER_FAILED, STORE_DISK_FULL = "StoreHolderFailed", "StoreDiskFull"
 _REASONS = {
     errno.ENOSPC: VOLUME_FULL,

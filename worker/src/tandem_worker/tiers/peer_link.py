@@ -41,6 +41,8 @@ IDLE_SECONDS = 30.0
 """After which a connection that nobody uses is closed, with its thread."""
 _TICK_SECONDS = 0.02
 """So often a thread that waits for bytes looks whether somebody still wants them."""
+FAILING = 3
+"""So many failures in a row are told."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds for which a worker that failed is left alone, twice as long each time."""
 STALE_SECONDS = 60.0
@@ -80,23 +82,29 @@ class PeerRecord:
         """Bytes of slots per second while they come, verified and copied."""
         self.latency = 0.0
         """Seconds until the first of them."""
-        self.measured_at = float("-inf")
+        self.measured_at = self.tried_at = float("-inf")
         self.queued_bytes = 0
         """Bytes that loads wait for."""
         self.failures = 0
         """One after another."""
         self.retry_at = float("-inf")
         self.message = ""
+        self.is_well = True
+        """It is there, whatever it gives."""
 
-    def note_failure(self, message: str, now: float) -> None:
+    def note_failure(self, message: str, now: float, *, is_well: bool = False) -> None:
         """Leave it alone for a while."""
-        self.message = message
+        self.message, self.is_well, self.tried_at = message, is_well, now
         self.retry_at = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self.failures)
         self.failures = min(self.failures + 1, 16)
 
-    def note_success(self) -> None:
+    def note_success(self, now: float) -> None:
         """It gives what it is asked for."""
-        self.failures, self.message = 0, ""
+        self.failures, self.message, self.is_well, self.tried_at = 0, "", True, now
+
+    def is_failing(self) -> bool:
+        """Whether it has failed again and again: a single time many a sound one is late."""
+        return not self.is_well and self.failures >= FAILING
 
     def predict(self, num_bytes: int, usual: float | None, now: float) -> float:
         """Seconds until so many bytes would be here; `usual`: bytes per second of others. 0 where nobody knows, or has
@@ -177,36 +185,38 @@ class PeerLink:
 
     def _serve(self, load: Load) -> None:
         if not load.ended:
-            failure = self._try(load)
-            if failure is not None:
-                self.record.note_failure(failure, self._clock())
-                logger.warning("blocks of the worker at %s are computed here: %s", self.endpoint, failure)
+            self._try(load)
         with self._wake:
             self.record.queued_bytes -= self._size_of(load)
         self._report(load)
 
-    def _try(self, load: Load) -> str | None:
-        """Bring what can be had; why the peer is to be left alone, or None."""
+    def _try(self, load: Load) -> None:
+        """Bring what can be had, and note how that went."""
         try:
             self._fetch(load)
         except _DeclinedError as error:
-            return str(error)
+            self._leave_alone(str(error), is_well=True)
         except _AbandonedError:
             self._drop()
-            return None if load.valid or load.cancelled else "nothing came before it was late"
+            if not (load.valid or load.cancelled):
+                self._leave_alone("nothing came before it was late")
         except IntegrityError as error:
             self._count_damage()
             self._drop()
-            return str(error)
+            self._leave_alone(str(error))
         except (TransferError, AuthenticationError, OSError, ValueError, OverflowError) as error:
             self._drop()
-            return str(error)
+            self._leave_alone(str(error))
         except Exception as error:  # a defect must not leave requests waiting, nor end the thread
             logger.exception("blocks could not be had from %s", self.endpoint)
             self._drop()
-            return f"internal error: {error!r}"
-        self.record.note_success()
-        return None
+            self._leave_alone(f"internal error: {error!r}")
+        else:
+            self.record.note_success(self._clock())
+
+    def _leave_alone(self, failure: str, *, is_well: bool = False) -> None:
+        self.record.note_failure(failure, self._clock(), is_well=is_well)
+        logger.warning("blocks of the worker at %s are computed here: %s", self.endpoint, failure)
 
     # -- the connection --------------------------------------------------------------------------------------------
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tandem_worker.engine.tiers import LoadOrder, Run, TierEngine
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.book import Load, LoadBook
-from tandem_worker.tiers.peer_link import PeerLink, PeerRecord, PullTerms
+from tandem_worker.tiers.errors import PEERS_FAILING
+from tandem_worker.tiers.peer_link import STALE_SECONDS, PeerLink, PeerRecord, PullTerms
 from tandem_worker.tiers.policy import is_sooner
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.transfer.contract import BandwidthMeter
@@ -27,6 +28,7 @@ MAX_PEERS = 64
 """Workers that are asked at a time: each has a thread. A connection that nobody uses makes room for another."""
 MAX_RECORDS = 1024
 _IDLE_SECONDS = 0.5
+_NAMED = 3
 
 
 class PeerSource:
@@ -78,10 +80,17 @@ class PeerSource:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def stats(self) -> TierStats:
-        """Any thread."""
+        """Any thread. A message without a reason: of some workers nothing comes, of others all."""
         rate = self._usual.rate
         speed = None if rate is None else rate / self._terms.geometry.slot_bytes * self._block_size
-        return replace(self._counters.read(), tokens_per_second=speed)
+        with self._lock:
+            failing, all_fail = find_failing(self._records, self._clock())
+        return replace(
+            self._counters.read(),
+            tokens_per_second=speed,
+            reason=PEERS_FAILING if all_fail else None,
+            message="; ".join(failing[:_NAMED]) + (f" and {len(failing) - _NAMED} more" if failing[_NAMED:] else ""),
+        )
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -184,3 +193,11 @@ class PeerSource:
     def _note_read(self, num_bytes: int, seconds: float) -> None:
         self._counters.count_read(num_bytes, seconds)
         self._usual.observe(num_bytes, seconds)
+
+
+def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[list[str], bool]:
+    """Which workers have failed again and again, and why; and whether those are all that were asked lately. What was
+    said long ago says nothing: gateways name a worker that has gone no more."""
+    lately = {endpoint: record for endpoint, record in records.items() if now - record.tried_at <= STALE_SECONDS}
+    failing = [f"{endpoint}: {record.message}" for endpoint, record in sorted(lately.items()) if record.is_failing()]
+    return failing, 0 < len(failing) == len(lately)

@@ -26,7 +26,7 @@ ABSENT_SECONDS = 5.0
 """What was not there is not asked for again that long, nor is what could not be had."""
 _MOST_SLOTS = 16
 """In one `put` or `get`. Where another holder does not answer, Mooncake gives up four of them at a time."""
-_MOST_NAMES = 256
+MOST_NAMES = 256
 """In one look-up."""
 _MOST_KNOWN = 1 << 18
 _NOT_THERE = frozenset({-703, -704, -706, -707})
@@ -102,10 +102,15 @@ class ObjectSlots:
                     return index
         return len(names)
 
+    def count_present(self, names: Sequence[bytes]) -> int:
+        """How many of the leading names are known to be there."""
+        with self._lock:
+            return next((index for index, name in enumerate(names) if self._known.get(name) != _PRESENT), len(names))
+
     def ask(self, names: Sequence[bytes]) -> None:
-        """Find out which are there, up to the first one that is not."""
-        for start in range(0, len(names), _MOST_NAMES):
-            some = names[start : start + _MOST_NAMES]
+        """Find out which are there: up to the first one that is not, and all of the first `MOST_NAMES`."""
+        for start in range(0, len(names), MOST_NAMES):
+            some = names[start : start + MOST_NAMES]
             codes = self._call_twice("exist", some)
             there = [code == 1 for code in codes]
             self._note(name for name, code in zip(some, there, strict=True) if code)

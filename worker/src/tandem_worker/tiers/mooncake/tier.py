@@ -31,9 +31,10 @@ from tandem_worker.tiers.format import TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth
 from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
+from tandem_worker.tiers.mooncake.asking import Odds
 from tandem_worker.tiers.mooncake.client import MooncakeClient
 from tandem_worker.tiers.mooncake.notes import Notes
-from tandem_worker.tiers.mooncake.objects import ObjectSlots, plan_most_slots
+from tandem_worker.tiers.mooncake.objects import MOST_NAMES, ObjectSlots, plan_most_slots
 from tandem_worker.tiers.policy import WriteBudget, cut_after, is_sooner
 from tandem_worker.tiers.stats import Counters, TierStats
 from tandem_worker.tiers.store import Place
@@ -92,6 +93,7 @@ class StoreTier(WrittenTier):
         self._asks: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._asking: dict[int, tuple[LoadOrder, float]] = {}
         """Orders to look up, and when each is cut. Guarded by the lock."""
+        self._odds = Odds()
         self._lock = threading.Lock()
 
     @property
@@ -146,7 +148,10 @@ class StoreTier(WrittenTier):
             return None
         count = self._slots.count_known(names)
         if count is None:
-            return Run(count=0, seconds=0.0)
+            count = self._slots.count_present(names)
+            missing, per_block = len(names) - count, self._pool.seconds_per_block
+            if self._odds.favour(missing, per_block, _wait_at_most(missing, per_block)):
+                return Run(count=0, seconds=0.0)
         seconds = self._pool.predict(count, self._pool.count_pieces(_place(count)))
         if not count or not is_sooner(seconds, count, self._pool.seconds_per_block):
             return None
@@ -159,9 +164,9 @@ class StoreTier(WrittenTier):
         if not self.health.on:
             engine.load_ended(order.load, 0)
         elif order.asks:
-            most = cut_after(0, len(order.asks), order.seconds_per_block or self._pool.seconds_per_block)
+            most = _wait_at_most(len(order.asks), order.seconds_per_block or self._pool.seconds_per_block)
             with self._lock:
-                self._asking[order.load] = order, self._clock() + ASK_SHARE * most
+                self._asking[order.load] = order, self._clock() + most
             self._asks.put(order)
             self._pool.wake()
         else:
@@ -185,14 +190,40 @@ class StoreTier(WrittenTier):
             self._probe(1)
 
     def _run_asks(self) -> None:
-        while (order := self._asks.get()) is not None:
-            if order.load not in self._asking:
+        """Look-ups that came while one was under way are made together: on busy cores each takes several turns of other
+        processes, and requests that come back one by one are computed in as many steps."""
+        last: LoadOrder | None = None
+        while (order := last or self._asks.get()) is not None:
+            together, last = self._take_waiting(order)
+            together = [each for each in together if each.load in self._asking]
+            if not together:
                 continue
+            known = [self._slots.count_present(each.asks) for each in together]
+            began = self._clock()
             try:
-                self._slots.ask(order.asks)
+                self._slots.ask(list(dict.fromkeys(name for each in together for name in each.asks)))
             except TierError as error:
                 self.health.fail(error)
-            self._end_asks(self._take_asks(lambda each, order=order: each.load == order.load))
+            else:
+                for each, before in zip(together, known, strict=True):
+                    self._odds.note_answer(found=self._slots.count_present(each.asks) > before)
+            self._odds.note_seconds(self._clock() - began)
+            loads = {each.load for each in together}
+            self._end_asks(self._take_asks(lambda each, loads=loads: each.load in loads))
+
+    def _take_waiting(self, order: LoadOrder) -> tuple[list[LoadOrder], LoadOrder | None]:
+        """This one and those that wait behind it, as many as one call takes; and the first one beyond that."""
+        together, count = [order], len(order.asks)
+        while not self._asks.empty():
+            another = self._asks.get()
+            if another is None:  # the thread is to end, after these
+                self._asks.put(None)
+                break
+            count += len(another.asks)
+            if count > MOST_NAMES:
+                return together, another
+            together.append(another)
+        return together, None
 
     def _run_watch(self) -> None:
         while not self._closed.is_set():
@@ -278,6 +309,11 @@ class StoreTier(WrittenTier):
         if asked:
             self._unanswered = 0
             logger.error("the holder of the store is to be started again: %s", error)
+
+
+def _wait_at_most(num_blocks: int, seconds_per_block: float | None) -> float:
+    """Seconds for which a request waits for a look-up."""
+    return ASK_SHARE * cut_after(0, num_blocks, seconds_per_block)
 
 
 def _place(count: int) -> list[Place]:
