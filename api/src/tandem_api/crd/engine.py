@@ -109,7 +109,8 @@ class Engine(Authored):
     """`Lossless` keeps bfloat16 matrices in 12 bits a weight, bit for bit, and multiplies them so: a quarter less
     memory, and on a CPU the same answers to the last bit. It takes an NVIDIA GPU, where it has not been measured yet,
     or a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not start. `Plain` keeps 16 bits.
-    `Auto` is `Plain`."""
+    `Auto` is `Lossless` on such a CPU at batch sizes where it was measured not slower, unless the model stays in the
+    CPU's caches; elsewhere it is `Plain`. The status says which, and why."""
     speculative: Speculative = Field(default_factory=Speculative)
     """Several tokens of an answer in a step of the engine: what it may say next is guessed and checked. It changes no
     answer, only when it comes."""

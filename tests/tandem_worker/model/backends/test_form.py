@@ -6,7 +6,7 @@ import pytest
 from tandem_api.launch import ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.backends.form import CPU_RATIOS, FormChoice, Rows, choose_form, rows_of
+from tandem_worker.model.backends.form import CPU_RATIOS, Footprint, FormChoice, Rows, choose_form, rows_of
 
 RATIOS = {1: 1.2, 4: 1.1, 8: 1.0, 32: 1.05, 128: 0.97, 512: 1.01}
 
@@ -44,16 +44,38 @@ def test_what_is_asked_for_is_done(ratios: dict[int, float]) -> None:
     assert caught.value.reason == "WeightsFormUnsupported"
 
 
-def test_nothing_is_chosen_by_figures_that_nobody_measured() -> None:
-    assert choose_form("Auto", Rows(1, 1), None, CPU_RATIOS).form == ("lossless" if CPU_RATIOS else "plain")
+@pytest.mark.parametrize(("weights", "form"), [(99, "plain"), (100, "plain"), (101, "lossless")])
+def test_what_stays_in_the_caches_is_plain_unless_a_person_says_so(weights: int, form: str) -> None:
+    footprint = Footprint(weights, caches=100)
+    choice = choose_form("Auto", Rows(1, 1), None, RATIOS, footprint)
+    assert choice.form == form
+    assert ("caches" in choice.why) == (form == "plain")
+    assert choose_form("Lossless", Rows(1, 1), None, RATIOS, footprint).form == "lossless"
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_the_table_covers_what_roles_compute_by_default(role: Role) -> None:
+    rows = rows_of(config_of(role))
+    assert choose_form("Auto", rows, None, CPU_RATIOS).form == "lossless"
+    assert min(CPU_RATIOS.values()) >= 0.97
+
+
+def config_of(role: Role, limits: SchedulerConfig | None = None) -> WorkerConfig:
+    return WorkerConfig(
+        model_name="m", served_name="m", role=role, revision="r", model=ModelSource(uri="file:///m"),
+        scheduler=limits or SchedulerConfig(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("role", "rows"), [(Role.DECODE, Rows(1, 256)), (Role.PREFILL, Rows(32, 2048)), (Role.UNIFIED, Rows(1, 2048))]
 )
 def test_rows_are_those_of_the_role(role: Role, rows: Rows) -> None:
-    config = WorkerConfig(
-        model_name="m", served_name="m", role=role, revision="r", model=ModelSource(uri="file:///m"),
-        scheduler=SchedulerConfig(),
-    )  # fmt: skip
-    assert rows_of(config) == rows
+    assert rows_of(config_of(role)) == rows
+
+
+def test_steps_beyond_what_was_measured_stay_plain() -> None:
+    rows = rows_of(config_of(Role.UNIFIED, SchedulerConfig(max_batch_tokens=2 * max(CPU_RATIOS))))
+    assert choose_form("Auto", rows, None, CPU_RATIOS) == FormChoice(
+        "plain", "12 bits have not been measured at its batch sizes"
+    )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tandem_worker.model import load as loading
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.form import FormChoice
+from tandem_worker.model.backends.native.backend import NATIVE
 from tandem_worker.model.checkpoint import split, split_kernels
 from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.files import find_safetensors
@@ -22,10 +26,11 @@ from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.split import SplitMatrix
 from tandem_worker.model.checkpoint.stored import Slice, StoredPart
 from tandem_worker.model.contract import CausalLM
-from tandem_worker.model.load import load_model
+from tandem_worker.model.load import count_matrix_bytes, load_model, open_checkpoint
 from tandem_worker.model.lossless import packing
 from tandem_worker.model.lossless.packing import pack
 from tandem_worker.model.lossless.unpacking import verify
+from tandem_worker.model.weighing import count_matrices
 from tandem_worker.parallel.context import ParallelContext
 
 from tests.tandem_worker.model.backends.test_backends import CASES, save_family, steps, three_sequences
@@ -234,3 +239,22 @@ def test_the_log_says_how_many_matrices_are_in_12_bits(
         load(packed, BackendName.NATIVE, "Lossless")
     (record,) = [entry for entry in caplog.records if "12 bits" in entry.message]
     assert json.loads(json.dumps(record.__dict__, default=str))["matrices"] > 3
+
+
+@needs_kernels
+@pytest.mark.usefixtures("packs_everything")
+@pytest.mark.parametrize("cached", [True, False])
+def test_auto_packs_what_no_cache_holds(
+    cached: bool, save_random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_family("llama", save_random_model, tmp_path)
+    _, source = open_checkpoint(tmp_path)
+    size, tensors = count_matrix_bytes(source), load_file(tmp_path / "model.safetensors").values()
+    assert size == 2 * sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
+    assert NATIVE.lossless is not None
+    lossless = replace(NATIVE.lossless, count_cache_bytes=lambda: size if cached else size - 1)
+    monkeypatch.setattr(loading, "find_backend", lambda _: replace(NATIVE, lossless=lossless))
+    told: list[FormChoice] = []
+    model = load(tmp_path, BackendName.NATIVE, "Auto", told=told.append)
+    assert [choice.form for choice in told] == ["plain" if cached else "lossless"]
+    assert ("lossless" in count_matrices(model)) == (not cached)

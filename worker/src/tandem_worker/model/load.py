@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import Backend, BackendName
-from tandem_worker.model.backends.form import FormChoice, Rows, choose_form
+from tandem_worker.model.backends.form import Footprint, FormChoice, Rows, choose_form
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.bare import BareSource
 from tandem_worker.model.checkpoint.contract import WeightSource
@@ -89,7 +90,8 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    choice = choose_weights(parts, chosen, weights, rows)
+    asks = weights == "Auto" and parts.lossless is not None
+    choice = choose_weights(parts, chosen, weights, rows, count_matrix_bytes(source) if asks else None)
     told(choice)
     lossless = parts.lossless if choice.form == "lossless" else None
     make_packer = parts.packer if lossless is None else lossless.packer
@@ -124,8 +126,17 @@ def _load(
     return model
 
 
-def choose_weights(backend: Backend, dtype: torch.dtype, weights: WeightsForm, rows: Rows = ANY_ROWS) -> FormChoice:
-    """Which form a model's matrices get for products of so many rows, and why.
+def count_matrix_bytes(source: WeightSource) -> int:
+    """Bytes of all matrices of a checkpoint in bfloat16, whatever it has them in."""
+    shapes = (source.shape(name) for name in source.names())
+    return 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+
+
+def choose_weights(
+    backend: Backend, dtype: torch.dtype, weights: WeightsForm, rows: Rows = ANY_ROWS, matrix_bytes: int | None = None
+) -> FormChoice:
+    """Which form a model's matrices get for products of so many rows, and why. `matrix_bytes` None: more than caches
+    hold.
 
     Raises StartupError where `Lossless` is asked for and cannot be had.
     """
@@ -133,7 +144,8 @@ def choose_weights(backend: Backend, dtype: torch.dtype, weights: WeightsForm, r
     if lossless is None:
         obstacle = "Only the kernels for GPUs and those for CPUs multiply them, and torch's operations are in use."
         return choose_form(weights, rows, obstacle, {})
-    return choose_form(weights, rows, lossless.find_obstacle(dtype), lossless.ratios)
+    footprint = None if matrix_bytes is None else Footprint(matrix_bytes, lossless.count_cache_bytes())
+    return choose_form(weights, rows, lossless.find_obstacle(dtype), lossless.ratios, footprint)
 
 
 def _log_backend(name: BackendName, dtype: torch.dtype) -> None:

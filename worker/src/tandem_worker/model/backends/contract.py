@@ -44,6 +44,8 @@ class Lossless:
     """Why it cannot be done here with that element type, as a sentence; None when it can."""
     ratios: Mapping[int, float]
     """How many times as fast as plain weights it was measured, by rows of a product; `Auto` chooses by it."""
+    count_cache_bytes: Callable[[], int] = lambda: 0
+    """How much of a model stays in caches from one step to the next: where all of it does, `Auto` is `Plain`."""
     packer: Callable[[], Packer] | None = None
     """Makes matrices from what the checkpoint stores, in host memory."""
     shrink: Callable[[torch.Tensor], Weight | None] | None = None

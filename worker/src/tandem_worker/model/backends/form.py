@@ -11,10 +11,9 @@ from tandem_api.names import Role
 
 from tandem_worker.host.errors import StartupError
 
-CPU_RATIOS: Mapping[int, float] = {}
+CPU_RATIOS: Mapping[int, float] = {1: 1.44, 4: 1.36, 6: 1.34, 8: 1.14, 32: 1.39, 128: 1.24, 512: 1.03, 2048: 1.0}
 """How many times as fast 12 bits are as plain weights on a CPU, by rows of a product: the least over SmolLM2's matrices
-and an 8B layer's that `make bench-lossless` prints on idle cores. `docs/kernels.md` has the figures. Empty: nobody has
-measured, and `Auto` is `Plain`."""
+and an 8B layer's that `make bench-lossless` prints on idle cores. `docs/kernels.md` has the figures."""
 GPU_RATIOS: Mapping[int, float] = {}
 """The same on a GPU, by `python -m bench.gpu shapes`. Empty: nobody has measured."""
 _NOT_SLOWER = 1.0
@@ -49,10 +48,30 @@ class FormChoice:
     """As a part of a sentence."""
 
 
-def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Mapping[int, float]) -> FormChoice:
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a step reads, and what stays in the processor's caches from one step to the next, in bytes."""
+
+    weights: int
+    """The whole model's matrices in 16 bits: ranks of one model choose alike."""
+    caches: int
+
+    @property
+    def is_cached(self) -> bool:
+        return self.weights <= self.caches
+
+
+def choose_form(
+    asked: WeightsForm,
+    rows: Rows,
+    obstacle: str | None,
+    ratios: Mapping[int, float],
+    footprint: Footprint | None = None,
+) -> FormChoice:
     """The form that `asked` means for products of so many `rows`, where `obstacle` says why 12 bits cannot be had.
 
-    `ratios` are those of the backend. Raises StartupError WeightsFormUnsupported where `Lossless` cannot be had.
+    `ratios` are those of the backend. `footprint` None: the model is in no cache. Raises StartupError
+    WeightsFormUnsupported where `Lossless` cannot be had.
     """
     if asked == "Lossless":
         if obstacle is not None:
@@ -66,6 +85,13 @@ def choose_form(asked: WeightsForm, rows: Rows, obstacle: str | None, ratios: Ma
         return FormChoice("plain", "as engine.weights says")
     if obstacle is not None:
         return FormChoice("plain", obstacle.removesuffix("."))
+    if footprint is not None and footprint.is_cached:
+        return FormChoice("plain", "the model stays in the processor's caches, where 12 bits gain nothing")
+    return choose_measured(rows, ratios)
+
+
+def choose_measured(rows: Rows, ratios: Mapping[int, float]) -> FormChoice:
+    """The form that is not slower at so many `rows`, of a model that is in no cache."""
     measured = _around(rows, ratios)
     if not measured:
         return FormChoice("plain", "12 bits have not been measured at its batch sizes")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tandem_worker.host.caches import observe_cache_bytes
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName, Lossless
 from tandem_worker.model.backends.form import CPU_RATIOS
@@ -60,5 +61,6 @@ NATIVE = replace(
         embedding=NativeEmbedding,
         find_obstacle=lambda dtype: native.find_lossless_obstacle(),
         ratios=CPU_RATIOS,
+        count_cache_bytes=observe_cache_bytes,
     ),
 )

@@ -91,6 +91,64 @@ struct Split {
             }
         }
     }
+
+    // One row of the matrix, plain, to `to` [K].
+    void read_row(Index row, bf16* to) const {
+        const Index block = row / kColumns;
+        take_row(block, row % kColumns, to);
+        mend_row(block, row % kColumns, to);
+    }
+
+   private:
+    // A pair has two bytes of each kind of a row, next to each other, and a line of either to itself: what takes time is
+    // to wait for them, so they are asked for early, and decoded when there are enough for a register.
+    void take_row(Index block, int lane, bf16* to) const {
+        constexpr Index kPairs = kLanes * 2, kEarly = 16;
+        const int half = lane / 32, within = 2 * (lane % 32);  // of a half's 64 weights, two neighbours of K are a column's
+        const int at = within < 32 ? within / 8 * 16 + within % 8 : (within - 32) / 8 * 16 + 8 + within % 8;
+        const Byte* low = memory + places.groups + block * places.pairs * kGroup + 64 * half + at;
+        const Byte* code = low - 64 * half + 128;
+        const __m512i values = values_of(block);
+        alignas(64) std::uint16_t lows[kPairs], codes[kPairs];
+        for (Index first = 0; first < places.pairs; first += kPairs) {
+            const Index count = std::min(kPairs, places.pairs - first);
+            for (Index i = 0; i < count; ++i, low += kGroup, code += kGroup) {
+                _mm_prefetch(reinterpret_cast<const char*>(low) + kEarly * kGroup, _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(code) + kEarly * kGroup, _MM_HINT_T0);
+                std::memcpy(lows + i, low, 2);
+                std::memcpy(codes + i, code, 2);
+            }
+            const __m512i nibbles = _mm512_srli_epi16(_mm512_load_si512(codes), 4 * half);
+            const __m512i high = _mm512_permutexvar_epi8(nibbles, values), plain = _mm512_load_si512(lows);
+            // Of 64 weights the first 8 of each 16 bytes, then the others.
+            const __m512i sooner = _mm512_unpacklo_epi8(plain, high), later = _mm512_unpackhi_epi8(plain, high);
+            const __m512i even = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), odd = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+            bf16* const out = to + 2 * first;
+            store_some(out, _mm512_permutex2var_epi64(sooner, even, later), 2 * count);
+            store_some(out + kPairs, _mm512_permutex2var_epi64(sooner, odd, later), 2 * count - kPairs);
+        }
+    }
+
+    static void store_some(bf16* to, __m512i weights, Index count) {
+        const __mmask32 mask = count >= 32 ? ~__mmask32(0) : count <= 0 ? 0 : (__mmask32(1) << count) - 1;
+        _mm512_mask_storeu_epi16(to, mask, weights);
+    }
+
+    void mend_row(Index block, int lane, bf16* to) const {
+        const auto* flags = reinterpret_cast<const std::uint64_t*>(memory + places.flags) + block * places.words;
+        const auto* beside = reinterpret_cast<const std::uint32_t*>(memory + places.beside) +
+                             reinterpret_cast<const std::uint32_t*>(memory + places.first)[block];
+        for (Index word = 0; word < places.words; ++word)
+            for (std::uint64_t flagged = flags[word]; flagged; flagged &= flagged - 1) {
+                const Index pair = word * 64 + __builtin_ctzll(flagged);
+                std::uint32_t entry;
+                do {
+                    entry = *beside++;
+                    const int place = entry >> 16 & 127;
+                    if (place / 2 == lane) to[2 * pair + place % 2] = bf16(entry);
+                } while (!(entry >> 31));
+            }
+    }
 };
 
 template <int R>
@@ -144,15 +202,21 @@ struct Decoding {
     }
 };
 
+// A line of the cache: a product's loads are not to lie across two.
+struct alignas(64) Line {
+    static constexpr std::size_t kSize = 32;
+    bf16 weights[kSize];
+};
+
 struct SplitForm {
     Split split;
     Index num_blocks_kept;
 
     Decoding begin(bool more) const {
-        static thread_local std::vector<bf16> kept;
-        const std::size_t size = num_blocks_kept * split.places.pairs * 2 * kColumns;
+        static thread_local std::vector<Line> kept;
+        const std::size_t size = num_blocks_kept * split.places.pairs * 2 * kColumns / Line::kSize;
         if (more && kept.size() < size) kept.resize(size);
-        return {split, more ? kept.data() : nullptr};
+        return {split, more ? kept.data()->weights : nullptr};
     }
 };
 
@@ -293,34 +357,7 @@ TANDEM_EXPORT void tandem_split_unpack(const Byte* memory, Index columns, Index 
 TANDEM_EXPORT void tandem_split_rows(const Byte* memory, Index columns, Index inner, const std::int64_t* ids, Index count,
                                      bf16* out) {
     const Split split(memory, columns, inner);
-    const SplitPlaces& places = split.places;
-    for_each_item(count, [&](Index item) {
-        const Index block = ids[item] / kColumns, lane = ids[item] % kColumns;
-        const int half = lane / 32, within = 2 * (lane % 32);  // of a half's 64 weights, two neighbours of K are a column's
-        const int at = within < 32 ? within / 8 * 16 + within % 8 : (within - 32) / 8 * 16 + 8 + within % 8;
-        const Byte* group = memory + places.groups + block * places.pairs * kGroup;
-        bf16* to = out + item * inner;
-        alignas(64) Byte values[64];
-        _mm512_store_si512(values, split.values_of(block));
-        for (Index pair = 0; pair < places.pairs; ++pair, group += kGroup)
-            for (int i = 0; i < 2; ++i) {
-                const int code = group[128 + at + i] >> (4 * half) & 15;
-                to[2 * pair + i] = bf16(values[code] << 8 | group[64 * half + at + i]);
-            }
-        const auto* flags = reinterpret_cast<const std::uint64_t*>(memory + places.flags) + block * places.words;
-        const auto* beside = reinterpret_cast<const std::uint32_t*>(memory + places.beside) +
-                             reinterpret_cast<const std::uint32_t*>(memory + places.first)[block];
-        for (Index word = 0; word < places.words; ++word)
-            for (std::uint64_t flagged = flags[word]; flagged; flagged &= flagged - 1) {
-                const Index pair = word * 64 + __builtin_ctzll(flagged);
-                std::uint32_t entry;
-                do {
-                    entry = *beside++;
-                    const int place = entry >> 16 & 127;
-                    if (place / 2 == lane) to[2 * pair + place % 2] = bf16(entry);
-                } while (!(entry >> 31));
-            }
-    });
+    for_each_item(count, [&](Index item) { split.read_row(ids[item], out + item * inner); });
 }
 
 // As tandem_linear, of a matrix in this form.
