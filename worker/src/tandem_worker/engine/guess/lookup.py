@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from itertools import accumulate
+from operator import mul
 
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.follow import DocumentFollower, Follower, TextFollower
@@ -77,6 +79,11 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
         if request.prediction_index is None:
             request.prediction_index = index_prediction(request.prediction)
         followers.append(DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not known))
+    if request.literals is not None:
+        follower: Follower = request.literals()
+        for place in range(known):
+            follower.feed(output[place : place + 1])
+        followers.append(follower)
     if history is not None:
         followers.append(HistoryFollower(history, request.cache_salt, request.prompt, from_start=not known))
     return Reader(text, known, followers, rates)
@@ -114,25 +121,54 @@ class Reader:
         self._known = len(output)
 
     def guess(self, most: int) -> Guess | None:
-        """What the follower says that is likeliest to be right; None where none says anything."""
+        """What the follower says that promises most; None where none says anything. Where one that knows the literal
+        text agrees with another, a token is as sure as the surer of them says."""
         best: tuple[Follower, Luck] | None = None
+        literal: tuple[Follower, Luck] | None = None
         highest = 0.0
         for follower, luck in self._followers:
             if follower.peek() is None:
+                continue
+            if follower.source is Source.SCHEMA:
+                literal = (follower, luck)
                 continue
             chance = luck.apply(self._rates.chance(follower.source, follower.length))
             if chance > highest:
                 best, highest = (follower, luck), chance
         if best is None:
-            return None
-        follower, luck = best
-        source, length, chance = follower.source, follower.length, self._rates.chance
-        chances, value = [highest], highest
-        while len(chances) < most:
-            following = luck.apply(chance(source, length + len(chances)))
+            return None if literal is None else self._read(*literal, most)
+        found = self._read(*best, most)
+        return found if literal is None else _join(self._read(*literal, most), found)
+
+    def _read(self, follower: Follower, luck: Luck, most: int) -> Guess:
+        """Its next tokens, as far as they are worth a look."""
+        source, grade, chance = follower.source, follower.grade, self._rates.chance
+        tokens = follower.read(most)
+        chances: list[float] = []
+        value = 1.0
+        for depth in range(len(tokens)):
+            following = luck.apply(chance(source, grade(depth)))
             value *= following
-            if value < _LEAST_VALUE:
+            if value < _LEAST_VALUE and depth:
                 break
             chances.append(following)
-        tokens = follower.read(len(chances))
-        return Guess(tuple(tokens), source, tuple(chances[: len(tokens)]))
+        return Guess(tuple(tokens[: len(chances)]), source, tuple(chances))
+
+
+def _join(literal: Guess, other: Guess) -> Guess:
+    """What two guesses of a choice say together: the better one, and where they agree both."""
+    same = 0
+    for one, two in zip(literal.tokens, other.tokens, strict=False):
+        if one != two:
+            break
+        same += 1
+    if same:
+        surer = tuple(map(max, literal.chances[:same], other.chances[:same]))
+        literal = literal._replace(chances=surer + literal.chances[same:])
+        other = other._replace(chances=surer + other.chances[same:])
+    return literal if _worth(literal) >= _worth(other) else other
+
+
+def _worth(guess: Guess) -> float:
+    """Tokens that it is likely to add."""
+    return sum(accumulate(guess.chances, mul))
