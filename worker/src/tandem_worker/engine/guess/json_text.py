@@ -103,33 +103,50 @@ class At(IntEnum):
 class Style:
     """How an answer writes white space; what it has not written yet is as `json.dumps` has it."""
 
-    __slots__ = ("after", "indent", "is_broken")
+    __slots__ = ("_exact", "_indent", "_inline", "_is_broken")
 
     def __init__(self) -> None:
-        self.after: dict[bytes, bytes] = {}
-        """By what stands before it: `{`, `[`, `,`, `:`. None of it where lines are broken there."""
-        self.is_broken: dict[bool, bool] = {}
+        self._exact: dict[tuple[bytes, bool, int], bytes] = {}
+        """What was written last: by the mark before it, or the bracket behind it, in an object (True) or array, and by
+        how deep that is."""
+        self._inline: dict[bytes, bytes] = {}
+        """By the mark alone, without breaks of lines."""
+        self._is_broken: dict[bool, bool] = {}
         """Whether objects (True) and arrays have a line for each member."""
-        self.indent = 2
+        self._indent = 2
 
-    def learn(self, behind: bytes, space: bytes, *, is_object: bool, depth: int) -> None:
-        """White space was written behind such a character."""
-        if behind != b":":
-            self.is_broken[is_object] = broken = space.startswith(b"\n")
-            if broken:
-                if depth and (len(space) - 1) % depth == 0:
-                    self.indent = (len(space) - 1) // depth
-                return
-        self.after[behind] = space
+    def learn(self, mark: bytes, space: bytes, *, is_object: bool, depth: int) -> None:
+        """White space was written behind a mark, or before a closing bracket."""
+        if depth <= _MOST_KEPT:
+            self._exact[mark, is_object, depth] = space
+        if space.startswith(b"\n"):
+            self._is_broken[is_object] = True
+            if depth and len(space) > 1 and (len(space) - 1) % depth == 0:
+                self._indent = (len(space) - 1) // depth
+        else:
+            self._inline[mark] = space
+            if mark in b",{[":
+                self._is_broken[is_object] = False
 
-    def write(self, behind: bytes, *, is_object: bool, depth: int) -> bytes:
-        """White space behind such a character, or before a closing bracket (`}`)."""
-        if behind != b":" and self.is_broken.get(is_object, self.is_broken.get(True, False)):
-            return b"\n" + b" " * (self.indent * depth)
-        return self.after.get(behind, b" " if behind in b",:" else b"")
+    def write(self, mark: bytes, *, is_object: bool, depth: int) -> bytes:
+        """White space behind such a mark, or before a closing bracket."""
+        exact = self._exact.get((mark, is_object, depth))
+        if exact is None and mark == b",":
+            exact = self._exact.get((b"{" if is_object else b"[", is_object, depth))
+            exact = exact if exact and exact.startswith(b"\n") else None
+        if exact is not None:
+            return exact
+        if mark != b":" and self._is_broken.get(is_object, self._is_broken.get(True, False)):
+            return self.line(depth)
+        return self._inline.get(mark, b" " if mark in b",:" else b"")
 
-    def knows(self, behind: bytes, *, is_object: bool) -> bool:
-        return behind in self.after or (behind != b":" and is_object in self.is_broken)
+    def line(self, depth: int) -> bytes:
+        """The beginning of a line."""
+        return b"\n" + b" " * (self._indent * depth)
+
+    def knows(self, mark: bytes, *, is_object: bool) -> bool:
+        """Whether it goes by what was written."""
+        return mark in self._inline or (mark != b":" and is_object in self._is_broken)
 
 
 class JsonReader:
@@ -248,7 +265,7 @@ class JsonReader:
     def _read_mark(self, code: int) -> None:
         """A character that is no white space, outside strings and atoms."""
         mark = bytes((code,))
-        self._learn_space(closes=mark in b"}]")
+        self._learn_space(mark)
         match self.at:
             case At.VALUE:
                 self._begin_value(mark)
@@ -270,9 +287,11 @@ class JsonReader:
                 else:
                     self._close(mark)
 
-    def _learn_space(self, *, closes: bool) -> None:
-        if self._behind and not closes:
-            is_object = bool(self._open) and self._open[-1].is_object
+    def _learn_space(self, mark: bytes) -> None:
+        is_object = bool(self._open) and self._open[-1].is_object
+        if mark in b"}]":
+            self._style.learn(mark, bytes(self._space), is_object=is_object, depth=len(self._open) - 1)
+        elif self._behind:
             self._style.learn(self._behind, bytes(self._space), is_object=is_object, depth=len(self._open))
         self._behind = b""
         self._space.clear()
@@ -367,7 +386,7 @@ class _Writer:
         is_object = bool(self._open) and self._open[-1].is_object
         whole = self._style.write(behind, is_object=is_object, depth=len(self._open))
         if written.startswith(b"\n") and not whole.startswith(b"\n"):
-            whole = b"\n" + b" " * (self._style.indent * len(self._open))
+            whole = self._style.line(len(self._open))
         known = self._style.knows(behind, is_object=is_object) and whole.startswith(written)
         rest = whole[len(written) :] if whole.startswith(written) else b""
         self._found.add(rest, Grade.SURE if known else Grade.SPACE)
@@ -477,10 +496,10 @@ class _Writer:
     def _end(self, top: Open, written: bytes, grade: Grade) -> None:
         """Close what is open."""
         self._open.pop()
-        if self._style.is_broken.get(top.is_object, False):
-            space = b"\n" + b" " * (self._style.indent * len(self._open))
-            self._found.add(space[len(written) :] if space.startswith(written) else b"", grade)
-        self._found.add(b"}" if top.is_object else b"]", grade)
+        mark = b"}" if top.is_object else b"]"
+        space = self._style.write(mark, is_object=top.is_object, depth=len(self._open))
+        self._found.add(space[len(written) :] if space.startswith(written) else b"", grade)
+        self._found.add(mark, grade)
 
 
 def _common(texts: list[bytes]) -> int:
