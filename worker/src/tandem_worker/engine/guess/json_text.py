@@ -138,7 +138,9 @@ class Style:
             return exact
         if mark != b":" and self._is_broken.get(is_object, self._is_broken.get(True, False)):
             return self.line(depth)
-        return self._inline.get(mark, b" " if mark in b",:" else b"")
+        if mark == b"," and mark not in self._inline:
+            mark = b":"  # who leaves no space there leaves none here
+        return self._inline.get(mark, b" " if mark == b":" else b"")
 
     def line(self, depth: int) -> bytes:
         """The beginning of a line."""

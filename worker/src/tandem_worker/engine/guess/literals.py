@@ -110,6 +110,8 @@ class LiteralFollower:
         """Bytes of it that are written."""
         self._is_certain = True
         """They were written where it was due, and not found in its middle."""
+        self._is_due = False
+        """It begins here, and not behind something unknown."""
         self._is_begun = False
         self._reader: JsonReader | None = None
         """Of the JSON that follows the word, which is complete then."""
@@ -124,7 +126,7 @@ class LiteralFollower:
         """Place in both of what comes next."""
         self._was_cut = False
         self._is_stale = True
-        self._begin_word(0)
+        self._begin_word(0, is_due=bool(self._words and self._words[0].text))
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -160,10 +162,11 @@ class LiteralFollower:
 
     # -- where the answer is -------------------------------------------------------------------------------------------
 
-    def _begin_word(self, number: int) -> None:
-        """This word is due: it may be empty, and the JSON behind it be due."""
+    def _begin_word(self, number: int, *, is_due: bool = False) -> None:
+        """This word comes next: it may be empty, and the JSON behind it come."""
         self._reader = None
         self._word, self._done, self._is_certain, self._tail = number, 0, True, b""
+        self._is_due = is_due
         if number < len(self._words) and not self._words[number].text and self._words[number].values:
             self._end_word()
 
@@ -178,7 +181,7 @@ class LiteralFollower:
         while data:
             if self._reader is not None:
                 data = self._advance_value(self._reader, data)
-            elif self._done:
+            elif self._done or self._is_due:
                 data = self._advance_word(data)
             else:
                 data = self._search(data)
@@ -187,7 +190,7 @@ class LiteralFollower:
         """Returns what is left of the data."""
         used = reader.feed(data)
         if reader.at is At.END:
-            self._begin_word(self._word + 1)
+            self._begin_word(self._word + 1, is_due=self._word + 1 < len(self._words))
         elif reader.at is At.LOST:
             self._reader = None
             self._word, self._done = 0, 0
@@ -197,6 +200,7 @@ class LiteralFollower:
     def _advance_word(self, data: bytes) -> bytes:
         rest = self._words[self._word].text[self._done :]
         size = min(len(rest), len(data))
+        self._is_due = False
         if data[:size] != rest[:size]:
             self._done = 0
             return self._search(data)
@@ -244,7 +248,7 @@ class LiteralFollower:
             if reader.foresee(found) and number + 1 < len(words):
                 number += 1
                 self._foresee_word(found, number, 0, Grade.LITERAL)
-        elif number < len(words) and (self._done or not self._is_begun):
+        elif number < len(words) and (self._done or self._is_due):
             grade = Grade.OPENING if not self._is_begun else Grade.LITERAL if self._is_certain else Grade.AGAIN
             self._foresee_word(found, number, self._done, grade)
         self._set(found)

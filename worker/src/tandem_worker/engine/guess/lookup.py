@@ -47,6 +47,8 @@ class LookupGuesser:
                     continue
                 room -= sequence.num_tokens + len(sequence.request.prediction)
                 reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+            elif reader.rests(sequence.output):
+                continue
             reader.learn(sequence.output)
             guess = reader.guess(most[sequence])
             if guess is not None:
@@ -93,15 +95,24 @@ _LEAST_VALUE = 0.05
 """Least chance of a guess to be reached and right: what comes after is not worth looking at."""
 
 
+_POOR = 0.06
+"""Below that chance a guess is worth nothing in any company."""
+_PATIENCE = 8
+"""So many poor guesses in a row, and the choice is looked at once in `_REST` tokens."""
+_REST = 8
+
+
 class Reader:
     """One choice: its text, and where it is followed."""
 
-    __slots__ = ("_followers", "_known", "_rates", "_text")
+    __slots__ = ("_followers", "_known", "_num_poor", "_rates", "_text")
 
     def __init__(self, text: list[int], known: int, followers: list[Follower], rates: Rates) -> None:
         """`known`: leading tokens of the answer that are in `text` already."""
         self._text = text
         self._known = known
+        self._num_poor = 0
+        """Guesses in a row that were worth nothing."""
         self._followers = [(follower, Luck()) for follower in followers]
         self._rates = rates
 
@@ -120,7 +131,18 @@ class Reader:
                 follower.feed(text)
         self._known = len(output)
 
+    def rests(self, output: list[int]) -> bool:
+        """Whether to leave the choice alone for some tokens, which are learned together then. A step takes the caches
+        that guessing needs, so a look costs ten times what the work does, and several tokens cost as much as one."""
+        return self._num_poor >= _PATIENCE and len(output) - self._known < _REST
+
     def guess(self, most: int) -> Guess | None:
+        """As `find`, and take note of how much it is worth."""
+        found = self.find(most)
+        self._num_poor = 0 if found is not None and found.chances[0] >= _POOR else self._num_poor + 1
+        return found
+
+    def find(self, most: int) -> Guess | None:
         """What the follower says that promises most; None where none says anything. Where one that knows the literal
         text agrees with another, a token is as sure as the surer of them says."""
         best: tuple[Follower, Luck] | None = None
