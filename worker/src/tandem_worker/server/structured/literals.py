@@ -170,30 +170,44 @@ def _unquote(text: str) -> str:
         return re.sub(r"\\(.)", lambda found: _PLAIN.get(found[1], found[1]), text)
 
 
-def scan_regex(regex: str) -> Iterator[_Item]:
-    """Characters of a regex that stand for themselves, and what lies between them."""
+def scan_regex(regex: str) -> list[_Item]:
+    """Characters of a regex that stand for themselves, and what lies between them. What may come any number of times is
+    unknown."""
+    items: list[_Item] = []
+    groups: list[int] = []
+    """Places in `items` at which open groups begin."""
     place, size = 0, len(regex)
     while place < size:
-        char = regex[place]
-        place += 1
-        text: str | None = char
-        if char == "\\":
-            text, place = _read_escape(regex, place)
-        elif char == "[":
-            place, text = _end_of_class(regex, place), None
-        elif char in "(|)":
-            if char == "(" and regex.startswith("?", place):
-                place = max(place, regex.find(":", place) + 1)
-            elif char == ")" and regex[place : place + 1] in tuple("*+?{"):
-                place = _end_of_repetition(regex, place)
-            yield _CUT
-            continue
-        elif char in ".^$":
-            text = None
-        if place < size and regex[place] in "*+?{":
-            place = _end_of_repetition(regex, place)
-            text = None
-        yield _UNKNOWN if text is None else _Item(_Kind.TEXT, text)
+        item, after = _read_regex(regex, place)
+        char, repetition = regex[place], regex[after : after + 1]
+        if char == "(":
+            groups.append(len(items))
+        elif char == ")":
+            start = groups.pop() if groups else 0
+            if repetition and repetition in "*+{":
+                del items[start:]
+        place = after
+        if char not in "(|" and repetition and repetition in "*+?{":
+            place = _end_of_repetition(regex, after)
+            item = _CUT if char == ")" and repetition == "?" else _UNKNOWN
+        items.append(item)
+    return items
+
+
+def _read_regex(regex: str, place: int) -> tuple[_Item, int]:
+    """What begins at a place, without its repetition, and the place behind it."""
+    char = regex[place]
+    place += 1
+    if char == "(" and regex.startswith("?", place):
+        return _CUT, max(place, regex.find(":", place) + 1)
+    if char in "(|)":
+        return _CUT, place
+    text: str | None = None if char in ".^$[" else char
+    if char == "\\":
+        text, place = _read_escape(regex, place)
+    elif char == "[":
+        place = _end_of_class(regex, place)
+    return _UNKNOWN if text is None else _Item(_Kind.TEXT, text), place
 
 
 def _read_escape(regex: str, place: int) -> tuple[str | None, int]:
