@@ -42,7 +42,7 @@ LEAST = 0.99
 async def answer(port: int, ask: Ask, new_tokens: int) -> tuple[str, int]:
     """The text of an answer of exactly `new_tokens`, and how many tokens it has."""
     body = {"model": "bench", "max_tokens": new_tokens, "temperature": 0, **ask.body}
-    if "response_format" not in body:
+    if "response_format" not in body and "tools" not in body:
         body["ignore_eos"] = True
     payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     received = await server.exchange(port, ask.path, payload)
@@ -52,7 +52,9 @@ async def answer(port: int, ask: Ask, new_tokens: int) -> tuple[str, int]:
             continue
         event: dict[str, Any] = json.loads(line[len(b"data: ") :])
         for choice in event["choices"]:
-            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            delta = choice.get("delta") or {}
+            text += choice.get("text") or delta.get("content") or ""
+            text += "".join(call["function"].get("arguments") or "" for call in delta.get("tool_calls") or ())
         tokens = event["usage"]["completion_tokens"] if event.get("usage") else tokens
     if tokens != new_tokens:
         raise RuntimeError(f"asked for {new_tokens} tokens, got {tokens}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +44,22 @@ _WORDS = (
 )  # fmt: skip
 
 
+_ESCAPES = {"\n": "\\n", "\\": "\\\\", "]": "\\]", "[": "\\[", "^": "\\^", "-": "\\-"}
+USER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "number": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kind": {"enum": ["user", "group", "guest"]},
+        "active": {"type": "boolean"},
+    },
+    "required": ["name", "number", "kind", "active"],
+    "additionalProperties": False,
+}
+"""What the lists of `loop` have, as a schema."""
+USERS = {"type": "array", "items": USER, "minItems": 40}
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     path: str
@@ -52,8 +67,10 @@ class Ask:
 
 
 def say(text: str) -> dict[str, Any]:
-    """Hold an answer to a text, whatever the model would have said: SmolLM2 is too small to copy what it was given."""
-    return {"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": re.escape(text)}}}
+    """Hold an answer to a text, whatever the model would have said: SmolLM2 is too small to copy what it was given.
+    Each character is a class of one, because the text of a regex is guessed from, and that would tell all of it."""
+    regex = "".join(f"[{_ESCAPES.get(char, char)}]" for char in text)
+    return {"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": regex}}}
 
 
 def edit(number: int) -> Ask:
@@ -74,6 +91,32 @@ def loop(number: int) -> Ask:
     )
     content = f"List {16 + number} users as JSON, with name, number, kind and active."
     return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **say(f"[\n{rows}\n]")})
+
+
+def schema(number: int) -> Ask:
+    """The same list, held to its schema alone: what stands in it the model says itself."""
+    content = f"List {40 + number} users as JSON, with name, number, kind and active."
+    form = {"type": "json_schema", "json_schema": {"name": "users", "schema": USERS}}
+    return Ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "response_format": form})
+
+
+def tools(number: int) -> Ask:
+    """A call of one of two functions that it must make."""
+    content = f"Create {40 + number} users of a system for {NAMES[number % 8]}."
+    functions = [
+        {"name": "create_users", "parameters": {
+            "type": "object", "properties": {"system": {"type": "string", "maxLength": 20}, "users": USERS},
+            "required": ["system", "users"], "additionalProperties": False}},
+        {"name": "delete_users", "parameters": {
+            "type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 99}},
+            "required": ["names"], "additionalProperties": False}},
+    ]  # fmt: skip
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "tools": [{"type": "function", "function": each} for each in functions],
+        "tool_choice": {"type": "function", "function": {"name": "create_users"}},
+    }
+    return Ask("/v1/chat/completions", body)
 
 
 def chat(number: int) -> Ask:
@@ -117,5 +160,6 @@ def mixed(number: int) -> Ask:
 
 
 KINDS = {
-    "edits": edit, "loops": loop, "chat": chat, "hopeless": hopeless, "bait": bait, "turning": turning, "mixed": mixed,
+    "edits": edit, "loops": loop, "schema": schema, "tools": tools,
+    "chat": chat, "hopeless": hopeless, "bait": bait, "turning": turning, "mixed": mixed,
 }  # fmt: skip

@@ -90,7 +90,7 @@ class Collector:
 _REQUEST_FIELDS = (
     "n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling", "resumed", "step_seconds",
     "kv_source", "kv_source_tokens",
-    "prediction",
+    "prediction", "literals",
 )  # fmt: skip
 
 

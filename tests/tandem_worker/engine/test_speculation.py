@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tandem_api.launch import SpeculativeConfig
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.contract import Guess, Source
+from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText, Spelling, Word
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
@@ -458,3 +460,42 @@ def test_why_nobody_guesses_is_documented(method: Any, device: str, runs_ahead: 
     why = find_obstacle(SpeculativeConfig(method=method), model, runs_ahead=runs_ahead)
     assert why is not None
     assert f"| {why.partition(',')[0]} |" in (DOCS / "speculation.md").read_text()
+
+
+def spell(text: bytes, *more: bytes) -> Callable[[], LiteralFollower]:
+    """Follows answers through these texts, whose bytes are their tokens."""
+    literals = LiteralText([Word(each) for each in (text, *more)])
+    return partial(LiteralFollower, literals, Spelling(lambda text: list(text.encode()), lambda token: bytes((token,))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_schema_saves_steps_and_changes_nothing(make_rig: MakeRig, kind: str) -> None:
+    """Right, half right and wrong, for several choices, and after a move."""
+    prompt, options = (5, 9, 2, 33), {"max_tokens": 24, "n": 2} | KINDS[kind]
+    plain = make_rig(num_blocks=200)
+    plain.submit("r", prompt, **options)
+    plain.wait()
+    whole = [plain.out.tokens("r", choice) for choice in range(2)]
+    expected = [tell(plain.out.deltas["r", choice]) for choice in range(2)]
+    said = bytes(whole[0])
+    for literals in (spell(said), spell(said[:4], said[9:]), spell(said[4:]), spell(bytes(range(64)))):
+        rig = make_rig(num_blocks=200, speculative=LOOKUP)
+        rig.submit("r", prompt, literals=literals, **options)
+        rig.wait()
+        assert [tell(rig.out.deltas["r", choice]) for choice in range(2)] == expected
+        rig.resume("rest", prompt, tuple(tuple(tokens[:3]) for tokens in whole), literals=literals, **options)
+        rig.wait()
+        assert [rig.out.tokens("rest", choice) for choice in range(2)] == [tokens[3:] for tokens in whole]
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    rig.submit("r", prompt, literals=spell(said), **options)
+    rig.wait()
+    assert rig.engine.stats().accepted_draft_tokens_total["schema"] > 5
+
+
+def test_a_long_answer_that_moved_is_followed_where_it_stands(make_rig: MakeRig) -> None:
+    answer = greedy_answer((1, 2, 3), 300)
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    rig.resume("rest", (1, 2, 3), (tuple(answer[:200]),), max_tokens=300, literals=spell(bytes(answer)))
+    rig.wait()
+    assert rig.out.tokens("rest") == answer[200:]
+    assert rig.engine.stats().accepted_draft_tokens_total["schema"] > 60

@@ -27,7 +27,7 @@ class Choice:
         prompt, self.answer = text
         self.prompt = tuple(prompt)
         self.request = SimpleNamespace(
-            prompt=self.prompt, cache_salt="", prediction=(), prompt_index=None, prediction_index=None
+            prompt=self.prompt, cache_salt="", prediction=(), literals=None, prompt_index=None, prediction_index=None
         )
         self.output = self.answer[:1]
         self.guessing: Any = None

@@ -180,6 +180,7 @@ class EngineCore:
         inside.pooling = request.pooling
         inside.step_seconds = request.step_seconds
         inside.prediction = request.prediction
+        inside.literals = request.literals
         _follow(inside, request.trace)
         if request.resumed is not None:
             inside.resumed = request.resumed

@@ -22,6 +22,8 @@ class Source(StrEnum):
     """The request's own prompt, and the choice's own answer."""
     PREDICTION = "prediction"
     """What the client said the answer will be."""
+    SCHEMA = "schema"
+    """The literal text of what holds the answer: a schema, the functions that it may call, a regex, a grammar."""
     HISTORY = "history"
     """Earlier answers to requests with the same cache salt."""
     HEAD = "head"

@@ -47,6 +47,11 @@ class Follower(Protocol):
         """The next tokens, `count` at the most."""
         ...
 
+    def grade(self, depth: int) -> int:
+        """What the chance of the token at this depth goes by, the next one's being `length`: where a text was found
+        by its last tokens, the length of the match if those before it are right."""
+        ...
+
     def feed(self, text: list[int]) -> None:
         """The choice has got a token: the last one of `text`."""
         ...
@@ -80,6 +85,9 @@ class TextFollower:
         while len(tokens) < count:
             tokens.append(tokens[-period])
         return tokens
+
+    def grade(self, depth: int) -> int:
+        return self.length + depth
 
     def feed(self, text: list[int]) -> None:
         if self._at is not None:
@@ -128,6 +136,9 @@ class DocumentFollower:
 
     def read(self, count: int) -> list[int]:
         return [] if self._at is None else self._document.tokens[self._at : self._at + count]
+
+    def grade(self, depth: int) -> int:
+        return self.length + depth
 
     def feed(self, text: list[int]) -> None:
         if self._at is not None:

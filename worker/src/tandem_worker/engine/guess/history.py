@@ -115,6 +115,9 @@ class HistoryFollower:
         tokens = list(self._tokens[self._at : self._at + count])
         return tokens[: tokens.index(_END)] if _END in tokens else tokens
 
+    def grade(self, depth: int) -> int:
+        return self.length + depth
+
     def feed(self, text: list[int]) -> None:
         if self._at is not None:
             self._at, self.length = go_on(self._at, self.length, hit=self.peek() == text[-1])

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from itertools import accumulate
+from operator import mul
 
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.follow import DocumentFollower, Follower, TextFollower
@@ -45,6 +47,8 @@ class LookupGuesser:
                     continue
                 room -= sequence.num_tokens + len(sequence.request.prediction)
                 reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+            elif reader.rests(sequence.output):
+                continue
             reader.learn(sequence.output)
             guess = reader.guess(most[sequence])
             if guess is not None:
@@ -77,6 +81,11 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
         if request.prediction_index is None:
             request.prediction_index = index_prediction(request.prediction)
         followers.append(DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not known))
+    if request.literals is not None:
+        follower: Follower = request.literals()
+        for place in range(known):
+            follower.feed(output[place : place + 1])
+        followers.append(follower)
     if history is not None:
         followers.append(HistoryFollower(history, request.cache_salt, request.prompt, from_start=not known))
     return Reader(text, known, followers, rates)
@@ -86,15 +95,24 @@ _LEAST_VALUE = 0.05
 """Least chance of a guess to be reached and right: what comes after is not worth looking at."""
 
 
+_POOR = 0.06
+"""Below that chance a guess is worth nothing in any company."""
+_PATIENCE = 8
+"""So many poor guesses in a row, and the choice is looked at once in `_REST` tokens."""
+_REST = 8
+
+
 class Reader:
     """One choice: its text, and where it is followed."""
 
-    __slots__ = ("_followers", "_known", "_rates", "_text")
+    __slots__ = ("_followers", "_known", "_num_poor", "_rates", "_text")
 
     def __init__(self, text: list[int], known: int, followers: list[Follower], rates: Rates) -> None:
         """`known`: leading tokens of the answer that are in `text` already."""
         self._text = text
         self._known = known
+        self._num_poor = 0
+        """Guesses in a row that were worth nothing."""
         self._followers = [(follower, Luck()) for follower in followers]
         self._rates = rates
 
@@ -113,26 +131,66 @@ class Reader:
                 follower.feed(text)
         self._known = len(output)
 
+    def rests(self, output: list[int]) -> bool:
+        """Whether to leave the choice alone for some tokens, which are learned together then. A step takes the caches
+        that guessing needs, so a look costs ten times what the work does, and several tokens cost as much as one."""
+        return self._num_poor >= _PATIENCE and len(output) - self._known < _REST
+
     def guess(self, most: int) -> Guess | None:
-        """What the follower says that is likeliest to be right; None where none says anything."""
+        """As `find`, and take note of how much it is worth."""
+        found = self.find(most)
+        self._num_poor = 0 if found is not None and found.chances[0] >= _POOR else self._num_poor + 1
+        return found
+
+    def find(self, most: int) -> Guess | None:
+        """What the follower says that promises most; None where none says anything. Where one that knows the literal
+        text agrees with another, a token is as sure as the surer of them says."""
         best: tuple[Follower, Luck] | None = None
+        literal: tuple[Follower, Luck] | None = None
         highest = 0.0
         for follower, luck in self._followers:
             if follower.peek() is None:
+                continue
+            if follower.source is Source.SCHEMA:
+                literal = (follower, luck)
                 continue
             chance = luck.apply(self._rates.chance(follower.source, follower.length))
             if chance > highest:
                 best, highest = (follower, luck), chance
         if best is None:
-            return None
-        follower, luck = best
-        source, length, chance = follower.source, follower.length, self._rates.chance
-        chances, value = [highest], highest
-        while len(chances) < most:
-            following = luck.apply(chance(source, length + len(chances)))
+            return None if literal is None else self._read(*literal, most)
+        found = self._read(*best, most)
+        return found if literal is None else _join(self._read(*literal, most), found)
+
+    def _read(self, follower: Follower, luck: Luck, most: int) -> Guess:
+        """Its next tokens, as far as they are worth a look."""
+        source, grade, chance = follower.source, follower.grade, self._rates.chance
+        tokens = follower.read(most)
+        chances: list[float] = []
+        value = 1.0
+        for depth in range(len(tokens)):
+            following = luck.apply(chance(source, grade(depth)))
             value *= following
-            if value < _LEAST_VALUE:
+            if value < _LEAST_VALUE and depth:
                 break
             chances.append(following)
-        tokens = follower.read(len(chances))
-        return Guess(tuple(tokens), source, tuple(chances[: len(tokens)]))
+        return Guess(tuple(tokens[: len(chances)]), source, tuple(chances))
+
+
+def _join(literal: Guess, other: Guess) -> Guess:
+    """What two guesses of a choice say together: the better one, and where they agree both."""
+    same = 0
+    for one, two in zip(literal.tokens, other.tokens, strict=False):
+        if one != two:
+            break
+        same += 1
+    if same:
+        surer = tuple(map(max, literal.chances[:same], other.chances[:same]))
+        literal = literal._replace(chances=surer + literal.chances[same:])
+        other = other._replace(chances=surer + other.chances[same:])
+    return literal if _worth(literal) >= _worth(other) else other
+
+
+def _worth(guess: Guess) -> float:
+    """Tokens that it is likely to add."""
+    return sum(accumulate(guess.chances, mul))

@@ -1,4 +1,5 @@
-"""How often guesses are right: by where they come from and by how much of the text before them was found there too.
+"""How often guesses are right: by where they come from and by how much of the text before them was found there too, or
+how sure they are otherwise.
 
 Everything is learned from every token, whether its guess was checked or not: a guess that nobody checks costs nothing
 and is right or wrong all the same. So what was once useless is tried again as soon as it would have been right.
@@ -13,6 +14,8 @@ MOST_LENGTH = 32
 _PRIOR = (0.25, 0.12, 0.35, 0.50, 0.60, 0.66, 0.71, 0.75, 0.78, 0.80, 0.82, 0.84, 0.85, 0.86, 0.87, 0.88)
 """Chance that a guess is right before any was tried, by the length of the match; of longer ones the last. Measured on
 SmolLM2's answers to chats, edits and tool calls."""
+_LITERAL_PRIOR = (0.97, 0.9, 0.9, 0.75, 0.7, 0.7, 0.7, 0.6, 0.5, 0.5, 0.5, 0.4)
+"""The same of the text of a schema, by its grade."""
 _PRIOR_WEIGHT = 8.0
 _MEMORY = 400.0
 """Trials of a kind after which older ones count half."""
@@ -29,10 +32,10 @@ class Rates:
     def __init__(self) -> None:
         self._counts = {
             source: [
-                [_PRIOR_WEIGHT * _PRIOR[min(length, len(_PRIOR) - 1)], _PRIOR_WEIGHT]
-                for length in range(MOST_LENGTH + 1)
+                [_PRIOR_WEIGHT * prior[min(length, len(prior) - 1)], _PRIOR_WEIGHT] for length in range(MOST_LENGTH + 1)
             ]
             for source in Source
+            for prior in (_LITERAL_PRIOR if source is Source.SCHEMA else _PRIOR,)
         }
 
     def chance(self, source: Source, length: int) -> float:

@@ -6,7 +6,7 @@ engine step in one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -118,6 +118,8 @@ class GenerationRequest:
     """Takes its times; None: it is not traced."""
     prediction: tuple[int, ...] = ()
     """What the client expects the answer to be. It changes no token, and where it is right answers come sooner."""
+    literals: Callable[[], object] | None = None
+    """Makes, for a choice, what follows it through the literal text of its grammar: belongs to `engine.guess`."""
 
 
 class FinishReason(StrEnum):

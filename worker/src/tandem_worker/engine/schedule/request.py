@@ -89,6 +89,8 @@ class Request:
     """As in `GenerationRequest`."""
     prediction: tuple[int, ...] = ()
     """As in `GenerationRequest`."""
+    literals: Any = None
+    """As in `GenerationRequest`."""
     prompt_index: Any = None
     """Index of the prompt, for guesses: belongs to `engine.guess`, and is the same for all choices."""
     prediction_index: Any = None

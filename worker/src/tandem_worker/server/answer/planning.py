@@ -6,13 +6,15 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer.answerer import Plan
 from tandem_worker.server.answer.journal import StreamHead
-from tandem_worker.server.answer.shaping import resolve_bias, shape_answer, shape_completion
+from tandem_worker.server.answer.shaping import find_literals, resolve_bias, shape_answer, shape_completion
 from tandem_worker.server.dialects.contract import AnswerHead, Encoder
 from tandem_worker.server.dialects.openai.chunks import ChatEncoder, CompletionEncoder, Echo
 from tandem_worker.server.dialects.openai.completion_request import CompletionRequest
@@ -72,7 +74,7 @@ async def plan_chat(
     encoder = new_encoder(head, model.table)
     engine_request = _engine_request(
         head.id, prepared.tokens, sampling, options, endpoints, prepared.prediction,
-        prompt_logprobs=options.prompt_logprobs,
+        prompt_logprobs=options.prompt_logprobs, literals=_follow(shape.literals, model),
     )  # fmt: skip
     return Plan(
         requests=[engine_request],
@@ -125,6 +127,7 @@ async def plan_completion(
                 endpoints,
                 predicted,
                 prompt_logprobs=wanted,
+                literals=_follow(find_literals(grammar), model),
             )
         )
         choices += [
@@ -258,6 +261,7 @@ def _engine_request(
     prediction: Tokens,
     *,
     prompt_logprobs: int | None = None,
+    literals: Callable[[], LiteralFollower] | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
@@ -269,4 +273,10 @@ def _engine_request(
         prefill_endpoints=endpoints,
         prompt_logprobs=prompt_logprobs,
         prediction=tuple(prediction),
+        literals=literals,
     )
+
+
+def _follow(literals: LiteralText | None, model: ServedModel) -> Callable[[], LiteralFollower] | None:
+    """Makes what follows a choice through the texts of its grammar; None where there are none."""
+    return None if literals is None or not literals.words else partial(LiteralFollower, literals, model.spelling)

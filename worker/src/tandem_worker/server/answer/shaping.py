@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.guess.literals import LiteralText
 from tandem_worker.engine.schedule.params import GrammarFactory
 from tandem_worker.server.dialects.fields import refuse
 from tandem_worker.server.dialects.openai.chat_request import ChatRequest
@@ -33,6 +34,8 @@ _MAX_QUOTED = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
     grammar: GrammarFactory | None
+    literals: LiteralText | None
+    """The literal texts of the grammar."""
     new_parser: Callable[[], TextParser | None]
     visible: frozenset[int]
     """Special tokens whose text the parser reads."""
@@ -50,6 +53,11 @@ async def shape_completion(request: CompletionRequest, model: ServedModel) -> Gr
     return await _answer_grammar(answer, work)
 
 
+def find_literals(grammar: GrammarFactory | None) -> LiteralText | None:
+    """The literal texts of a grammar, where it is one of texts."""
+    return grammar.literals if isinstance(grammar, TokenGrammarFactory) else None
+
+
 def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:
     """Holds an answer without a grammar to the tokens that the request allows. Raises RequestError."""
     if options.allowed_token_ids is None:
@@ -63,7 +71,8 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
     """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
-    grammar = await _grammar(request, model, tool_format)
+    grammar: GrammarFactory | None = await _grammar(request, model, tool_format)
+    literals = find_literals(grammar)
     if grammar is not None:
         _check_options(request.common)
         if request.continue_final_message and tool_format is not None and tool_format.always:
@@ -95,7 +104,7 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
                 code="unsupported_parameter",
             )
         visible |= model.table.special_ids
-    return AnswerShape(grammar=grammar, new_parser=new_parser, visible=visible)
+    return AnswerShape(grammar=grammar, literals=literals, new_parser=new_parser, visible=visible)
 
 
 def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:

@@ -9,6 +9,7 @@ from typing import Any
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.guess.literals import Spelling
 from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.dialects.openai.options import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.prepare.counts import PreparationCounts
@@ -65,6 +66,8 @@ class ServedModel:
         """None: the model generates text."""
         self.tokenizer = tokenizer
         self.table = TokenTable(tokenizer)
+        self.spelling = Spelling(partial(_encode, tokenizer.backend_tokenizer), self.table.token_bytes)
+        """For guesses: used by the engine's threads."""
         self.tools = config.tools
         prompter = Prompter(tokenizer, self.tools)
         self.vocab_size = vocab_size or len(tokenizer)
@@ -125,6 +128,10 @@ class ServedModel:
                 param="model",
                 code="unsupported_endpoint",
             )
+
+
+def _encode(backend: Any, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:

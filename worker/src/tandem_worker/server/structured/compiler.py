@@ -23,11 +23,13 @@ import orjson
 from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from tandem_worker.engine.guess.literals import LiteralText
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits, UnavailableError
 from tandem_worker.server.structured.contract import CompileCounts, GrammarError, GrammarUnavailableError, StructuralTag
 from tandem_worker.server.structured.grammar import TokenGrammarFactory
 from tandem_worker.server.structured.limits import GrammarLimits
+from tandem_worker.server.structured.literals import read_words
 from tandem_worker.server.structured.proving import parser_limits
 
 logger = logging.getLogger(__name__)
@@ -211,8 +213,11 @@ class GrammarCompiler:
         matcher = LLMatcher(prepared, grammar, log_level=0, limits=self._parser_limits)
         if matcher.is_error():
             return _Outcome(None, _tidy(matcher.get_error()), 0)
-        factory = TokenGrammarFactory(matcher, (self._vocab_size + 31) // 32, self._eos_token_ids)
-        return _Outcome(factory, "", max(LEAST_BYTES, int(proof["bytes"])))
+        words, num_bytes = read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)
+        factory = TokenGrammarFactory(
+            matcher, (self._vocab_size + 31) // 32, self._eos_token_ids, literals=LiteralText(words)
+        )
+        return _Outcome(factory, "", max(LEAST_BYTES, int(proof["bytes"])) + num_bytes)
 
     def _prepare(self, deadline: float | None) -> tuple[LLTokenizer, Confined]:
         """About a second for a large vocabulary, here and in the proving process at once."""

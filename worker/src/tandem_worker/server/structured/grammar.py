@@ -21,6 +21,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.guess.literals import LiteralText
 from tandem_worker.engine.schedule.params import Grammar, GrammarFactory
 from tandem_worker.host.errors import WorkerError
 from tandem_worker.server.structured.contract import GrammarError
@@ -136,8 +137,16 @@ class TokenGrammarFactory:
     """A compiled grammar. `new` copies its start state: cheap, and safe from any thread."""
 
     def __init__(
-        self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
+        self,
+        matcher: LLMatcher,
+        words: int,
+        eos_token_ids: frozenset[int],
+        budget: MaskBudget | None = None,
+        *,
+        literals: LiteralText | None = None,
     ) -> None:
+        self.literals = literals
+        """The texts that answers are guessed from; None: nothing is known of them."""
         self._matcher = matcher
         self._words = words
         self._eos_token_ids = eos_token_ids
@@ -145,7 +154,9 @@ class TokenGrammarFactory:
 
     def for_request(self) -> TokenGrammarFactory:
         """The same, with one budget for all choices of a request."""
-        return TokenGrammarFactory(self._matcher, self._words, self._eos_token_ids, MaskBudget())
+        return TokenGrammarFactory(
+            self._matcher, self._words, self._eos_token_ids, MaskBudget(), literals=self.literals
+        )
 
     def new(self) -> Grammar:
         return TokenGrammar(self._matcher.deep_copy(), self._words, self._eos_token_ids, self._budget)

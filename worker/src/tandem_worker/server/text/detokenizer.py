@@ -42,7 +42,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenTable:
-    """Bytes of each token, computed on first use. Shared by all requests; used from the event loop only."""
+    """Bytes of each token, computed on first use. Shared by all requests; any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer

@@ -1,0 +1,195 @@
+"""What a JSON schema says of a value's text: names in their order, texts that it may be, how it begins. Pure.
+
+A shape looks at its schema when an answer comes to it for the first time, and at no more of it than is needed there: a
+schema of any size costs nothing before. What it says is what is likely, not what is allowed: guesses may be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+MOST_ALTERNATIVES = 16
+"""Shapes that one value may have, the first ones of more."""
+MOST_TEXTS = 64
+"""Texts of an enumeration that are known, the first ones of more."""
+_MOST_TEXT = 256
+"""Characters of a name or text that are looked at; longer texts are none of a few."""
+_MOST_HOPS = 8
+"""References and alternatives within each other that are followed."""
+_LOOKED_AT = 128
+"""Properties behind the one that was due that are looked through for another one."""
+_LITERALS = {"boolean": (b"true", b"false"), "null": (b"null",)}
+
+NO_SHAPES: tuple[Shape, ...] = ()
+
+
+class Shapes:
+    """Those of one schema, made when they are asked for, and kept."""
+
+    __slots__ = ("_known", "root")
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._known: dict[int, tuple[Shape, ...]] = {}
+        """By the identity of a part of `root`, which lives as long."""
+
+    def of(self, schema: Any) -> tuple[Shape, ...]:
+        """What a value may look like by a part of the schema, likeliest first; nothing where anything may come."""
+        known = self._known.get(id(schema))
+        if known is None:
+            found: list[Shape] = []
+            self._collect(schema, found, _MOST_HOPS)
+            known = self._known[id(schema)] = tuple(found[:MOST_ALTERNATIVES])
+        return known
+
+    def _collect(self, schema: Any, found: list[Shape], hops: int) -> None:
+        if not isinstance(schema, Mapping) or hops <= 0 or len(found) >= MOST_ALTERNATIVES:
+            return
+        if isinstance(reference := schema.get("$ref"), str):
+            self._collect(self._resolve(reference), found, hops - 1)
+            return
+        for key in ("anyOf", "oneOf"):
+            if isinstance(options := schema.get(key), list):
+                for option in options[:MOST_ALTERNATIVES]:
+                    self._collect(option, found, hops - 1)
+                return
+        if isinstance(parts := schema.get("allOf"), list) and not isinstance(schema.get("properties"), Mapping):
+            for part in parts[:MOST_ALTERNATIVES]:
+                self._collect(part, found, hops - 1)
+            return
+        kinds = schema.get("type")
+        found.extend(
+            Shape(self, schema, kind if isinstance(kind, str) else _infer(schema))
+            for kind in (kinds[:MOST_ALTERNATIVES] if isinstance(kinds, list) else [kinds])
+        )
+
+    def _resolve(self, reference: str) -> Any:
+        """The part of the schema that a local reference points to; None where there is none."""
+        if not reference.startswith("#"):
+            return None
+        part = self.root
+        for step in reference[1:].split("/")[1:]:
+            if not isinstance(part, Mapping):
+                return None
+            part = part.get(step.replace("~1", "/").replace("~0", "~"))
+        return part
+
+
+def _infer(schema: Mapping[str, Any]) -> str | None:
+    """The type of a schema that does not say it."""
+    if "properties" in schema:
+        return "object"
+    return "array" if "items" in schema or "prefixItems" in schema else None
+
+
+class Shape:
+    """One kind of value."""
+
+    __slots__ = ("_names", "_properties", "_required", "_schema", "_shapes", "begins", "closed", "texts")
+
+    def __init__(self, shapes: Shapes, schema: Mapping[str, Any], kind: str | None) -> None:
+        self._shapes = shapes
+        self._schema = schema
+        self.texts = _texts(schema, kind)
+        """The whole value, where it is one of a few."""
+        self.begins = {"object": b"{", "array": b"[", "string": b'"'}.get(kind or "", b"")
+        """First character of the value; nothing where that is open."""
+        properties = schema.get("properties") if kind == "object" else None
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._names: list[str] | None = None
+        required = schema.get("required")
+        self._required: list[Any] = required if isinstance(required, list) else []
+        self.closed = schema.get("additionalProperties") is False
+        """It has no properties but those that are named."""
+
+    def name(self, place: int) -> bytes | None:
+        """The text of the property at a place in their order; None behind the last one."""
+        name = self._name_at(place)
+        return None if name is None else spell(name[:_MOST_TEXT])
+
+    def _name_at(self, place: int) -> str | None:
+        names = self._names
+        if names is None:
+            names = self._names = list(self._properties)
+        return names[place] if place < len(names) else None
+
+    def is_required(self, place: int) -> bool:
+        """Whether the property at a place must be there. Of very many it is taken for granted."""
+        return len(self._required) > _LOOKED_AT or self._name_at(place) in self._required
+
+    def find(self, text: bytes, due: int) -> int | None:
+        """The place of a property by its text, where the one at `due` was to come."""
+        name = _read(text)
+        if name is None or name not in self._properties:
+            return None
+        if self._name_at(due) == name:
+            return due
+        names = self._names or []
+        for start, end in ((due, due + _LOOKED_AT), (0, _LOOKED_AT)):
+            try:
+                return names.index(name, start, end)
+            except ValueError:
+                continue
+        return due
+
+    def complete(self, text: bytes, due: int) -> int | None:
+        """The place of the first property from `due` on whose text begins so."""
+        begun = text[1:].decode(errors="ignore")
+        for place in range(due, due + _LOOKED_AT):
+            name = self._name_at(place)
+            if name is None:
+                return None
+            if name.startswith(begun) and spell(name[:_MOST_TEXT]).startswith(text):
+                return place
+        return None
+
+    def value(self, text: bytes) -> tuple[Shape, ...]:
+        """What the value of a property may look like, by the property's text."""
+        name = _read(text)
+        if name is None:
+            return NO_SHAPES
+        return self._shapes.of(self._properties.get(name, self._schema.get("additionalProperties")))
+
+    def item(self, place: int) -> tuple[Shape, ...]:
+        """The same of the item at a place."""
+        first = self._schema.get("prefixItems")
+        if isinstance(first, list) and place < len(first):
+            return self._shapes.of(first[place])
+        return self._shapes.of(self._schema.get("items"))
+
+    def is_full(self, place: int) -> bool:
+        """An array with so many items has no more."""
+        most = self._schema.get("maxItems")
+        first = self._schema.get("prefixItems")
+        if isinstance(first, list) and "items" not in self._schema and place >= len(first) > 0:
+            return True
+        return isinstance(most, int) and place >= most
+
+
+def spell(value: Any) -> bytes:
+    """A value as answers write it."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
+def _read(text: bytes) -> str | None:
+    """The name that a property's text spells; None where it is none."""
+    if b"\\" not in text:
+        return text[1:-1].decode(errors="replace")
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return None
+
+
+def _texts(schema: Mapping[str, Any], kind: str | None) -> tuple[bytes, ...]:
+    if "const" in schema:
+        values: list[Any] = [schema["const"]]
+    elif isinstance(schema.get("enum"), list):
+        values = list(islice(schema["enum"], MOST_TEXTS))
+    else:
+        return _LITERALS.get(kind or "", ())
+    scalars = [each for each in values if not isinstance(each, Mapping | list)]
+    return tuple(spell(each) for each in scalars if not isinstance(each, str) or len(each) <= _MOST_TEXT)
