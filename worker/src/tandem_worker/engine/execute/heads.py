@@ -68,6 +68,6 @@ class HeadHere:
 
 
 def as_drafted(model: CausalLM) -> DraftedLM:
-    """A model that the configuration names a draft head for."""
-    assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
+    """A model that has a draft head."""
+    assert isinstance(model, DraftedLM), "the model was loaded without a draft head"
     return model

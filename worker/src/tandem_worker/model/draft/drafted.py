@@ -24,6 +24,8 @@ from tandem_worker.model.draft.head import DraftHead, States
 class DraftedLM:
     """Satisfies `CausalLM`. Its logits are those of the model alone, bit for bit."""
 
+    has_head = True
+    """On some rank of the group, if not on this one."""
     is_one_call = False
     """Streams are taken out between the layers."""
 

@@ -21,9 +21,10 @@ from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.families.family import Family, Ignorable
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys, Settings
+from tandem_worker.model.layers.latent import LatentLayer
 from tandem_worker.model.layers.linear import Linear
 from tandem_worker.model.layers.moe import MoE
-from tandem_worker.model.layers.pre_norm import MLPPart, PreNormLayer
+from tandem_worker.model.layers.pre_norm import MLPPart
 from tandem_worker.model.layers.rotary import Rotation, yarn_mscale
 from tandem_worker.model.layers.routers import GroupedSigmoidRouter
 from tandem_worker.model.layers.step import Step
@@ -233,26 +234,30 @@ def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
 def load_deepseek(config: ModelConfig, build: Build) -> DecoderLM:
     """A DeepSeek-V3 or Kimi K2 model on this rank, without its modules for multi-token prediction."""
     numbers = stage_layers(config.num_layers, build.context)
-    layers = [_load_layer(config, build, layer, index) for index, layer in enumerate(numbers)]
+    layers = [
+        load_layer(config, build, layer, *_load_parts(config, build, layer, index))
+        for index, layer in enumerate(numbers)
+    ]
     rotary = build_rotary(config, build, config.need("qk_rope_head_dim", int))
     return DecoderLM(config, build, layers, rotary)
 
 
-def load_prediction_layer(config: ModelConfig, build: Build, layer: int) -> PreNormLayer:
+def load_prediction_layer(config: ModelConfig, build: Build, layer: int) -> LatentLayer:
     """The layer inside the module for multi-token prediction that is number `layer` of the checkpoint."""
-    return _load_layer(config, build, layer, 0)
+    attention, mlp = _load_parts(config, build, layer, 0)
+    whole = load_layer(config, build, layer, attention, mlp)
+    return LatentLayer(input_norm=whole.input_norm, attention=attention, mlp_norm=whole.mlp_norm, mlp=mlp)
 
 
-def _load_layer(config: ModelConfig, build: Build, layer: int, index: int) -> PreNormLayer:
-    """The checkpoint's layer `layer`, which is number `index` of this rank."""
+def _load_parts(config: ModelConfig, build: Build, layer: int, index: int) -> tuple[LatentAttention, MLPPart]:
+    """Halves of the checkpoint's layer `layer`, which is number `index` of this rank."""
     prefix = f"model.layers.{layer}.mlp."
     mlp: MLPPart
     if layer < config.need("first_k_dense_replace", int):
         mlp = load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
     else:
         mlp = _load_moe(config, build, prefix)
-    attention = LatentAttention(config, build, layer=layer, index=index)
-    return load_layer(config, build, layer, attention, mlp)
+    return LatentAttention(config, build, layer=layer, index=index), mlp
 
 
 def _prediction_layers(config: ModelConfig) -> Ignorable:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.keys import ConfigKeys
-from tandem_worker.model.layers.pre_norm import PreNormLayer
+
+if TYPE_CHECKING:
+    from tandem_worker.model.layers.latent import LatentLayer
 
 LoadFunction = Callable[[ModelConfig, Build], CausalLM]
-LoadLayer = Callable[[ModelConfig, Build, int], PreNormLayer]
 Ignorable = Mapping[str, str]
 """Pattern of tensor names, matched from their start and without a multimodal checkpoint's prefix, to the reason."""
 
@@ -30,6 +32,6 @@ class Family:
     keys: ConfigKeys
     ignorable: Callable[[ModelConfig], Ignorable] = nothing_ignorable
     """Tensors that checkpoints of the family hold and that its language model does not compute with."""
-    load_prediction_layer: LoadLayer | None = None
-    """Loads the layer of that number inside a module for multi-token prediction (`model.draft.prediction`), whose
-    attention is latent; None: checkpoints of the family have no such modules."""
+    load_prediction_layer: Callable[[ModelConfig, Build, int], LatentLayer] | None = None
+    """Loads the layer of that number inside a module for multi-token prediction (`model.draft.prediction`); None:
+    checkpoints of the family have no such modules."""
