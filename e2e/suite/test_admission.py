@@ -295,7 +295,6 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
 @pytest.mark.parametrize(
     ("speculative", "sentence"),
     [
-        ({"method": "Draft"}, "says where the head is that guesses under method Draft"),
         ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "method Lookup guesses without one"),
         ({"method": "Auto", "draft": {"uri": "s3://a/b"}}, "must be hf://ORGANIZATION/REPOSITORY"),
         ({"method": "Auto", "draft": {"uri": "file:///a", "revision": "b"}}, "of an hf:// repository"),
