@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tandem_api.launch import SpeculativeConfig
+from tandem_worker.model.checkpoint.packed_folder import FORMS, Form
 from tandem_worker.model.draft.own import add_own_head
 from tandem_worker.model.load import load_model
+from tandem_worker.model.lossless.packing import pack
 
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
 from tests.tandem_worker.engine.test_head import PROMPTS, ask, check, watch
 from tests.tandem_worker.engine.test_head_native import accepted, drafted, same
 from tests.tandem_worker.engine.wire import Wire
-from tests.tandem_worker.model.draft.modules import SPECS, VOCAB, ModuleReference, save_model
+from tests.tandem_worker.model.backends.test_backends import quantize
+from tests.tandem_worker.model.draft.modules import NAME, SPECS, VOCAB, ModuleReference, save_model
+from tests.tandem_worker.model.lossless.test_loading import needs_kernels, packs_everything
 
+__all__ = ["packs_everything"]
 MakeRig = Callable[..., Rig]
 OWN = SpeculativeConfig(method="Draft", adaptive=False, max_tokens=4)
 OFF = SpeculativeConfig(method="Off")
@@ -134,3 +140,42 @@ def test_streams_that_move_are_guessed_for_at_once(make_rig: MakeRig, counting: 
         assert rigs[1].out.tokens(f"{number}") == tokens[cut:]
         assert (*prompt, *tokens[: cut + 1]) in seen[1]
     same(seen[0], seen[1])
+
+
+def test_a_quantized_module_guesses_by_what_its_numbers_stand_for(make_rig: MakeRig, tmp_path: Path) -> None:
+    plain, folder = (save_model(tmp_path / name, SPECS["experts"]) for name in ("plain", "quantized"))
+    quantize(folder, "fp8")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scale, stored = tensors.pop(name), tensors[name.removesuffix("_scale_inv")]
+        spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: stored.shape[0], : stored.shape[1]]
+        tensors[name.removesuffix("_scale_inv")] = stored.float() * spread
+        assert stored.dtype == torch.float8_e4m3fn
+    assert f"{NAME}mlp.experts.0.up_proj.weight" in tensors
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    rig = make_rig(load(folder), speculative=OWN)
+    seen = watch(rig)
+    ask(rig)
+    assert len(seen) > 30
+    check(seen, ModuleReference(plain))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("packs_everything")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_checkpoint_has_the_same_module(make_rig: MakeRig, tmp_path: Path, form: Form) -> None:
+    source = save_model(tmp_path / "source", SPECS["a vocabulary of its own"])
+    tensors = load_file(source / "model.safetensors")
+    plain = {name: tensor if "gate.e_score" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(plain, source / "model.safetensors")
+    assert pack(source, tmp_path / "packed", form).packed_tensors > 3
+    told = []
+    for folder, weights in ((source, "Plain"), (tmp_path / "packed", "Plain"), (tmp_path / "packed", "Lossless")):
+        model: Any = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16, weights=weights)
+        rig = make_rig(add_own_head(folder, model, "Draft"), speculative=OWN)
+        seen = watch(rig)
+        ask(rig)
+        told.append({text: guess.tokens for text, guess in seen.items()})
+    assert len(told[0]) > 30
+    assert told[1] == told[0]
+    assert told[2] == told[0]
