@@ -48,8 +48,7 @@ _OWN_EMBEDDING, _OWN_OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
 _PIECE = 4096
 """Rows of two matrices that are compared at a time."""
 _OTHERWISE = (
-    "Name a head in engine.speculative.draft, or choose Auto or Lookup for engine.speculative.method, which guess from "
-    "texts."
+    "Name a head in engine.speculative.draft, or choose Lookup or Auto for engine.speculative.method, which need none."
 )
 
 
@@ -61,16 +60,18 @@ def add_own_head(
     Under `Draft` raises StartupError with a reason and a sentence where that cannot be. Under `Auto` the model is
     returned as it is then, and where answers might differ by guessing; the log says why.
     """
-    try:
-        config, source = open_checkpoint(path)
+    config, source = open_checkpoint(path)
+    if method == "Draft":
         check_own_head(config, source)
-        if model.device.type != "cpu":
-            _refuse("Draft heads run on CPUs so far: choose Auto or Off, or set engine.device to CPU.")
-    except StartupError as error:
+    else:
+        try:
+            _check(config, source)
+        except StartupError as error:
+            return _leave_out(model, str(error), logging.WARNING)
+    if model.device.type != "cpu":
         if method == "Draft":
-            raise
-        level = logging.INFO if error.reason == "DraftUnsupported" else logging.WARNING
-        return _leave_out(model, str(error), level)
+            _refuse(f"Draft heads run on CPUs so far. {_OTHERWISE}")
+        return _leave_out(model, "draft heads run on CPUs so far")
     assert isinstance(model, DecoderLM), "families with such modules are decoders"
     if method == "Auto" and model.inexact_layers is not None:
         return _leave_out(model, f"answers might differ from those without it, because {model.inexact_layers}")
@@ -86,14 +87,20 @@ def add_own_head(
 
 def check_own_head(config: ModelConfig, source: WeightSource) -> None:
     """Whether a checkpoint has a module for multi-token prediction, complete and nothing else, before anything of it is
-    read. Raises StartupError."""
-    family = find_family(config.architecture)
-    load_layer = family.load_prediction_layer
+    read: `Draft` without a head asks for one. Raises StartupError, which says what to choose instead."""
+    try:
+        _check(config, source)
+    except StartupError as error:
+        raise StartupError(error.reason, f"{error} {_OTHERWISE}") from error
+
+
+def _check(config: ModelConfig, source: WeightSource) -> None:
+    load_layer = find_family(config.architecture).load_prediction_layer
     if load_layer is None or config.num_prediction_layers < 1:
         says = "is not of an architecture that has them" if load_layer is None else "has num_nextn_predict_layers 0"
         _refuse(
             "The method is Draft and no head is named, so the model's own modules for multi-token prediction would "
-            f"guess, but the model {says}. {_OTHERWISE}"
+            f"guess, but the model {says}."
         )
     prefix = find_prefix(source)
     try:
@@ -102,15 +109,14 @@ def check_own_head(config: ModelConfig, source: WeightSource) -> None:
         raise StartupError(
             error.reason,
             "The model's own module for multi-token prediction, which num_nextn_predict_layers announces, cannot be "
-            f"computed: {error} {_OTHERWISE}",
+            f"computed: {error}",
         ) from error
     left = find_left(source, prefix + name_module(config), taken, incidental_patterns(config), prefix)
     if left:
         shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
         raise StartupError(
             "UnusedWeights",
-            "The model's own module for multi-token prediction has tensors that are not computed with here: "
-            f"{shown}. {_OTHERWISE}",
+            f"The model's own module for multi-token prediction has tensors that are not computed with here: {shown}.",
         )
 
 
