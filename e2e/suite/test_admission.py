@@ -305,6 +305,7 @@ def test_heads_that_nobody_could_ask_are_refused(fleet: Fleet, speculative: Obje
     assert sentence in str(create(fleet, model(engine={"speculative": speculative})))
     head = {"uri": "hf://a/b", "revision": "abc"}
     assert create(fleet, model(engine={"speculative": {"method": "Draft", "draft": head}})) is None
+    assert create(fleet, model(engine={"speculative": {"method": "Draft"}})) is None, "the model may bring a head"
 
 
 @pytest.mark.parametrize(
