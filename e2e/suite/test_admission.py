@@ -295,7 +295,6 @@ def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fle
 @pytest.mark.parametrize(
     ("speculative", "sentence"),
     [
-        ({"method": "Draft"}, "says where the head is that guesses under method Draft"),
         ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "method Lookup guesses without one"),
         ({"method": "Auto", "draft": {"uri": "s3://a/b"}}, "must be hf://ORGANIZATION/REPOSITORY"),
         ({"method": "Auto", "draft": {"uri": "file:///a", "revision": "b"}}, "of an hf:// repository"),
@@ -306,6 +305,7 @@ def test_heads_that_nobody_could_ask_are_refused(fleet: Fleet, speculative: Obje
     assert sentence in str(create(fleet, model(engine={"speculative": speculative})))
     head = {"uri": "hf://a/b", "revision": "abc"}
     assert create(fleet, model(engine={"speculative": {"method": "Draft", "draft": head}})) is None
+    assert create(fleet, model(engine={"speculative": {"method": "Draft"}})) is None, "the model may bring a head"
 
 
 @pytest.mark.parametrize(

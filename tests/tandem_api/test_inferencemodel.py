@@ -410,7 +410,6 @@ def test_another_engine_gets_its_arguments() -> None:
     ("speculative", "message"),
     [
         ({"method": "EAGLE"}, "'Auto', 'Off', 'Lookup' or 'Draft'"),
-        ({"method": "Draft"}, "draft says where the head is"),
         ({"method": "Lookup", "draft": {"uri": "hf://a/b"}}, "draft is a head, and method Lookup guesses without one"),
         ({"method": "Draft", "draft": {"revision": "main"}}, "uri"),
         ({"method": "Draft", "draft": {"uri": "s3://a/b"}}, "must be hf://"),
@@ -430,6 +429,11 @@ def test_speculation_that_there_is_not_is_refused(speculative: dict[str, Any], m
 def test_the_default_is_no_wish_that_another_engine_refuses(kind: str, speculative: dict[str, Any] | None) -> None:
     told = {"kind": kind} | ({} if speculative is None else {"speculative": speculative})
     assert parse(engine=told).spec.engine.speculative.method == (speculative or {}).get("method", "Auto")
+
+
+def test_the_model_may_bring_a_head() -> None:
+    """Whether it does only workers can tell, who have its files."""
+    assert parse(engine={"speculative": {"method": "Draft"}}).spec.engine.speculative.head is None
 
 
 def test_a_head_is_for_groups_of_ranks_too() -> None:

@@ -180,7 +180,7 @@ class SpeculativeConfig(Wire):
     history_bytes: int = 64 * 1024 * 1024
     """Memory for earlier answers, which later ones with the same cache salt are guessed from; 0: none are kept."""
     draft: ModelSource | None = None
-    """The place of a draft head; None: there is none."""
+    """The place of a draft head; None: one that the checkpoint brings itself may guess."""
 
     @property
     def head(self) -> ModelSource | None:
@@ -188,10 +188,13 @@ class SpeculativeConfig(Wire):
         alone, not of whether this worker can guess."""
         return None if self.method == "Off" else self.draft
 
+    @property
+    def may_use_own_head(self) -> bool:
+        """Whether the checkpoint's own module for multi-token prediction guesses, where it has one."""
+        return self.draft is None and self.method in {"Auto", "Draft"}
+
     @model_validator(mode="after")
-    def _has_a_head(self) -> SpeculativeConfig:
-        if self.method == "Draft" and self.draft is None:
-            raise ValueError("the method Draft guesses with a head: draft must say where it is")
+    def _may_have_a_head(self) -> SpeculativeConfig:
         if self.method == "Lookup" and self.draft is not None:
             raise ValueError("the method Lookup guesses without a head: leave draft out, or use Auto or Draft")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -83,7 +83,15 @@ def watch(rig: Rig, answers: Mapping[Any, list[int]] | None = None) -> Seen:
     return seen
 
 
-def check(seen: Seen, reference: Reference) -> None:
+class Guessing(Protocol):
+    """What a head guesses, by an independent reference."""
+
+    def guess(self, text: list[int], depth: int, draw: Draw | None = None) -> tuple[list[int], list[torch.Tensor]]:
+        """Tokens behind `text`, and the logits or scores of each."""
+        ...
+
+
+def check(seen: Seen, reference: Guessing) -> None:
     """A guess may be another one only where the reference holds both to be as good."""
     for text, guess in seen.items():
         assert guess.source is Source.HEAD

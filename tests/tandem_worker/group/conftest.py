@@ -32,7 +32,7 @@ from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM
-from tandem_worker.model.draft.load import load_draft
+from tandem_worker.model.draft.attach import attach_head
 from tandem_worker.model.load import load_model
 from tandem_worker.model.sources.digest import ModelDigest, await_digests
 from tandem_worker.model.sources.resolve import resolve_draft
@@ -120,7 +120,7 @@ def run_group(
 
     def load(context: ParallelContext = SINGLE) -> CausalLM:
         model = load_model(path, device=CPU, dtype=torch.float32, context=context)
-        return model if draft is None else load_draft(draft, model, path)
+        return attach_head(model, path, draft, config.speculative)
 
     if config.group.parallelism.num_ranks == 1:
         out = Collector()

@@ -16,9 +16,11 @@ from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest
 from tandem_worker.group.control.wire import HeadCall
 
 from tests.tandem_worker.engine.test_head import Seen, check, watch
-from tests.tandem_worker.engine.test_head_native import copycat
+from tests.tandem_worker.engine.test_head_native import copycat, same
 from tests.tandem_worker.group.test_group_engine import draw_prompts
 from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, Reference, draw_tensors, save_head, save_target
+from tests.tandem_worker.model.draft.modules import SPECS as MODULES
+from tests.tandem_worker.model.draft.modules import ModuleReference, save_model
 
 pytestmark = pytest.mark.timeout(180)
 StartGroup = Callable[..., AbstractContextManager[Any]]
@@ -88,6 +90,42 @@ def test_ranks_guess_what_one_process_guesses(
         assert greedy.keys() == {text for text in alone if text not in alone.draws}
     check(greedy, Reference(folders.target, SPECS[kind], folders.tensors[kind]))
     assert kind != "eagle" or rates[1][1] > 3
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose own module for multi-token prediction is right now and then."""
+    return save_model(tmp_path_factory.mktemp("predicting"), MODULES["experts"], counts=True)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        pytest.param({"tensor": 2}, id="TP2"),
+        pytest.param({"pipeline": 2}, id="PP2", marks=pytest.mark.full),
+        pytest.param({"expert": 2}, id="EP2", marks=pytest.mark.full),
+        pytest.param({"tensor": 2, "pipeline": 2}, id="TP2xPP2", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_guess_with_the_models_own_module(
+    predicting: Path, start_group: StartGroup, parallelism: dict[str, int]
+) -> None:
+    own = SpeculativeConfig(method="Draft", adaptive=False, max_tokens=4)
+    with start_group(predicting, SpeculativeConfig(method="Off")) as plain:
+        expected = answer(plain)
+    with start_group(predicting, own) as single:
+        alone = watch(single)
+        assert answer(single) == expected
+    with start_group(predicting, own, **parallelism) as group:
+        seen = watch(group)
+        assert answer(group) == expected
+        asked, accepted = drafted(group)
+    assert 0.2 < accepted / asked < 0.9
+    same(alone, seen)
+    greedy = Seen()
+    greedy.update({text: guess for text, guess in seen.items() if text not in seen.draws})
+    assert len(greedy) > 10
+    check(greedy, ModuleReference(predicting))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from tandem_worker.engine.guess.contract import Guess
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.engine.rig import Rig
 from tests.tandem_worker.engine.test_head import DRAFT, load, watch
+from tests.tandem_worker.engine.test_own_head import load as load_own
 from tests.tandem_worker.engine.test_speculation import LOOKUP, Knowing, accepted, replace_guesser
 from tests.tandem_worker.model.draft.heads import HeadSpec, save_head, save_target
+from tests.tandem_worker.model.draft.modules import SPECS as MODULES
+from tests.tandem_worker.model.draft.modules import save_model
 from tests.tandem_worker.tiers.rig import DiskRig, wait_until
 from tests.tandem_worker.tiers.test_disk import make_prompt
 
@@ -97,14 +100,18 @@ def test_answers_are_those_without_both(tmp_path: Path, lies: float, host_blocks
     rig.close()
 
 
-def test_a_head_guesses_the_same_behind_blocks_that_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["head", "module"])
+def test_a_head_guesses_the_same_behind_blocks_that_come_back(tmp_path: Path, kind: str) -> None:
     """Its entries and states were written with the blocks, and are read with them."""
-    target, head = save_target(tmp_path / "target"), save_head(tmp_path / "head", HeadSpec())
+    if kind == "head":
+        target, head = save_target(tmp_path / "target"), save_head(tmp_path / "head", HeadSpec())
+    else:
+        target, head = save_model(tmp_path / "target", MODULES["experts"]), None
 
     def run(folder: str) -> tuple[DiskRig, dict[tuple[int, ...], Guess], list[list[int]]]:
         rig = DiskRig(
             tmp_path / folder, num_blocks=200, segment_bytes=1 << 20, size=32 << 20, write_through=True,
-            model=load(target, head), speculative=DRAFT,
+            model=load_own(target) if head is None else load(target, head), speculative=DRAFT,
         )  # fmt: skip
         seen = watch(rig)
         told = [rig.run(f"{n}", tuple((n + 5 * place) % 61 for place in range(40 + n)), 12) for n in range(4)]

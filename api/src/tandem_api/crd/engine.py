@@ -35,7 +35,6 @@ _SMALLER_THAN_HOST = "must be larger than kv.hostMemory, whose blocks it takes: 
 _SMALL_STORE_DISK = "must be larger than kv.store.memory, whose blocks it takes: raise it, or leave disk out"
 
 
-_NO_HEAD = "says where the head is that guesses under method Draft: write draft.uri, or choose Auto or Lookup"
 _HEADLESS = "is a head, and method Lookup guesses without one: remove it, or choose Auto or Draft"
 
 
@@ -65,7 +64,6 @@ class Speculative(Authored):
     model_config = ConfigDict(
         json_schema_extra={
             RULES_KEY: [
-                rule("!has(self.method) || self.method != 'Draft' || has(self.draft)", _NO_HEAD, path=".draft"),
                 rule("!has(self.method) || self.method != 'Lookup' || !has(self.draft)", _HEADLESS, path=".draft"),
             ]
         }
@@ -73,11 +71,14 @@ class Speculative(Authored):
 
     method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
-    `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks the head `draft` alone.
-    `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says
-    at the start; elsewhere nobody guesses."""
+    `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks a head alone: `draft`,
+    or where that is absent the model's own module for multi-token prediction (DeepSeek-V3), without which workers do
+    not start. `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which
+    the log says at the start; elsewhere nobody guesses."""
     draft: Draft | None = None
-    """A draft head, so far for workers on CPUs, of one rank or several. With `method: Off` it is not loaded."""
+    """A draft head, so far for workers on CPUs, of one rank or several. With `method: Off` it is not loaded. Where it
+    is absent, `Auto` and `Draft` take the model's own module for multi-token prediction for one, if there is such a
+    module."""
     max_tokens: Annotated[int, Field(ge=1, le=32)] = 8
     """Guesses of one answer that a step checks at the most."""
     adaptive: bool = True

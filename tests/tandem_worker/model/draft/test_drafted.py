@@ -16,9 +16,12 @@ from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cach
 from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.load import load_draft
+from tandem_worker.model.draft.own import add_own_head
 from tandem_worker.model.load import load_model
 
 from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, save_head, save_target
+from tests.tandem_worker.model.draft.modules import SPECS as MODULES
+from tests.tandem_worker.model.draft.modules import save_model
 
 SIZE = 4
 CPU = torch.device("cpu")
@@ -30,6 +33,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DraftedLM:
     target = save_target(folder / "target")
     model = load_model(target, device=CPU, dtype=torch.float32)
     return load_draft(save_head(folder / "head", HeadSpec()), model, target)
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> DraftedLM:
+    """A model with latent attention, and its own module for multi-token prediction."""
+    folder = save_model(tmp_path_factory.mktemp("predicting"), MODULES["experts"])
+    model = add_own_head(folder, load_model(folder, device=CPU, dtype=torch.float32), "Draft")
+    assert isinstance(model, DraftedLM)
+    return model
 
 
 def step(
@@ -57,14 +69,19 @@ def step(
 def kept(cache: KVCache, table: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of positions 1 and later, and the state of each block that has a token."""
     used = table[: -(-length // SIZE)]
-    entries = cache.layers[-2][used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, 1:length]
-    return entries, cache.layers[-1][used]
+    blocks = cache.layers[-2][used]
+    entries = blocks.flatten(0, 1) if blocks.dim() == 3 else blocks.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    return entries[1:length], cache.layers[-1][used]
 
 
+@pytest.mark.parametrize("kind", ["head", "module"])
 @given(data=st.data())
 @settings(max_examples=settings().max_examples // 2, deadline=None)
-def test_blocks_are_the_same_however_a_text_was_cut(model: DraftedLM, data: st.DataObject) -> None:
+def test_blocks_are_the_same_however_a_text_was_cut(
+    request: pytest.FixtureRequest, kind: str, data: st.DataObject
+) -> None:
     """Prompts in chunks, of which the first blocks may be another's, then decodes with guesses, right and wrong."""
+    model = request.getfixturevalue({"head": "model", "module": "predicting"}[kind])
     length = data.draw(st.integers(2, 40))
     text = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     spec = model.kv_cache_spec(SIZE)

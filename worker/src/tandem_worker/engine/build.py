@@ -25,7 +25,7 @@ from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.speculation import build_speculators
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
-from tandem_worker.model.contract import CausalLM, allocate_kv_cache
+from tandem_worker.model.contract import CausalLM, allocate_kv_cache, has_head
 
 if TYPE_CHECKING:
     from tandem_worker.engine.drafting import Drafting
@@ -91,7 +91,7 @@ def build_engine(
     if records:
         executor.record_graphs(num_now=1)
     draftings: list[Drafting] = []
-    if config.speculative.head is not None:
+    if has_head(model):
         from tandem_worker.engine.drafting import Drafting
 
         assert not runs_ahead, "steps of a model with a draft head are finished before the next one is planned"

@@ -86,7 +86,7 @@ class GroupSeat:
 
 
 def _count_head_kv_heads(model: CausalLM) -> int | None:
-    return model.config.layer.num_kv_heads if isinstance(model, DraftedLM) else None
+    return model.num_kv_heads if isinstance(model, DraftedLM) else None
 
 
 def describe_rank(

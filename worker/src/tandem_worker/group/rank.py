@@ -24,7 +24,8 @@ from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.backends.form import rows_of
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.contract import allocate_kv_cache
+from tandem_worker.model.contract import allocate_kv_cache, has_head
+from tandem_worker.model.draft.attach import attach_head
 from tandem_worker.model.load import load_model, open_checkpoint
 from tandem_worker.model.sources.digest import await_digests
 from tandem_worker.model.stages import plan_stages
@@ -70,7 +71,7 @@ class FollowingRank:
     runtime: Runtime
     path: Path
     draft: Path | None
-    """The files of its draft head."""
+    """The files of its draft head, where the configuration names one."""
     figures: ModelConfig
     hashing: list[ModelDigest]
     device: torch.device
@@ -94,10 +95,7 @@ class FollowingRank:
             weights=config.weights,
             rows=rows_of(config),
         )
-        if self.draft is not None:
-            from tandem_worker.model.draft.load import load_draft
-
-            model = load_draft(self.draft, model, self.path)
+        model = attach_head(model, self.path, self.draft, config.speculative)
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
         enter("hashing the model")
         digest = await_digests(self.hashing)
@@ -129,7 +127,7 @@ class FollowingRank:
             _compute_steps(member, executor, handle, self._follow_head(executor), on_ready)
 
     def _follow_head(self, executor: RankExecutor) -> Callable[[bytes], None] | None:
-        if self.draft is None:
+        if not has_head(executor.model):
             return None
         from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import follow_head

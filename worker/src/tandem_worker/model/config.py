@@ -19,6 +19,7 @@ from tandem_worker.model.rope import RopeConfig, parse_rope
 Number = TypeVar("Number", int, float)
 
 CONFIG_FILE = "config.json"
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float32}
 
 
@@ -82,6 +83,12 @@ class ModelConfig:
         raise StartupError(
             "ConfigInvalid", f"The model's configuration: {key} must be a list of whole numbers, but is {value!r:.200}."
         )
+
+    @property
+    def num_prediction_layers(self) -> int:
+        """Layers behind the model's own that predict further tokens (arXiv:2412.19437, section 2.2); 0 for families
+        without."""
+        return self.need(_PREDICTION_LAYERS, int) if _PREDICTION_LAYERS in self.raw else 0
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

@@ -116,6 +116,11 @@ class CausalLM(Protocol):
         ...
 
 
+def has_head(model: CausalLM) -> bool:
+    """Whether it was loaded with a draft head, for which its blocks have more layers."""
+    return getattr(model, "has_head", False)
+
+
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCache:
     """Block space of `num_blocks` blocks, zero so that padding reads are finite. On a CPU blocks take memory when they
     are first written; on a GPU all have it from here on."""

@@ -7,7 +7,8 @@ the model itself, loaded whole and without content: so every rank comes to the s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import torch
@@ -41,21 +42,8 @@ def settle_output_matrix(config: ModelConfig, source: WeightSource, prefix: str)
 
 def check_coverage(config: ModelConfig, family: Family, source: WeightSource, prefix: str) -> None:
     """Raises StartupError for a tensor that is missing or of another shape, and for those that nothing takes."""
-    recorder = NameRecorder(source)
-    loader = WeightLoader(
-        recorder,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-        keeps_packed=False,
-        prefix=prefix,
-    )
-    build = Build(loader=loader, backend=TORCH, context=SINGLE)
-    try:
-        family.load(config, build)
-    except NotImplementedError:
-        load_shape_functions()  # what serving does not need, and a layer that computes with its weights may
-        family.load(config, build)
-    unused = find_unused(config, family, source, recorder.taken, prefix)
+    taken = find_taken(source, prefix, lambda build: family.load(config, build))
+    unused = find_unused(config, family, source, taken, prefix)
     if not unused:
         return
     shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
@@ -67,24 +55,60 @@ def check_coverage(config: ModelConfig, family: Family, source: WeightSource, pr
     )
 
 
+def find_taken(source: WeightSource, prefix: str, load: Callable[[Build], object]) -> set[str]:
+    """Tensors that are read by what `load` makes whole of a checkpoint, which has no content here. Raises
+    StartupError for a tensor that is missing or of another shape."""
+    recorder = NameRecorder(source)
+    loader = WeightLoader(
+        recorder,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        keeps_packed=False,
+        prefix=prefix,
+    )
+    build = Build(loader=loader, backend=TORCH, context=SINGLE)
+    try:
+        load(build)
+    except NotImplementedError:
+        load_shape_functions()  # what serving does not need, and a layer that computes with its weights may
+        load(build)
+    return recorder.taken
+
+
 def find_unused(config: ModelConfig, family: Family, source: WeightSource, taken: set[str], prefix: str) -> list[str]:
     """Tensors of the checkpoint that the model does not take and that it is not known to do without, sorted."""
-    patterns = [re.compile(pattern) for pattern in ignorable_patterns(config, family)]
+    return find_left(source, "", taken, ignorable_patterns(config, family), prefix)
+
+
+def find_left(
+    source: WeightSource, begin: str, taken: AbstractSet[str], ignorable: Iterable[str], prefix: str
+) -> list[str]:
+    """Tensors whose names begin so, that are not `taken` and fit to no pattern, sorted. Patterns are of names without
+    `prefix`."""
+    patterns = [re.compile(pattern) for pattern in ignorable]
     left = [
         name
         for name in source.names()
-        if name not in taken and not any(pattern.match(name.removeprefix(prefix)) for pattern in patterns)
+        if name.startswith(begin)
+        and name not in taken
+        and not any(pattern.match(name.removeprefix(prefix)) for pattern in patterns)
     ]
     return sorted(name for name in left if not _adds_nothing(name, source))
 
 
 def ignorable_patterns(config: ModelConfig, family: Family) -> Mapping[str, str]:
     """Patterns of names without prefix, and why answers do not depend on such tensors."""
-    patterns = {_ROTARY: "frequencies that follow from the configuration", **family.ignorable(config)}
+    patterns = {**incidental_patterns(config), **family.ignorable(config)}
     if config.embedding is not None:
         patterns[r"lm_head\."] = "an embedding model has no output matrix"
     elif config.tie_word_embeddings:
         patterns[re.escape(OUTPUT)] = "equal to the embedding, which is used for it"
+    return patterns
+
+
+def incidental_patterns(config: ModelConfig) -> dict[str, str]:
+    """As `ignorable_patterns`, of tensors inside any layer."""
+    patterns = {_ROTARY: "frequencies that follow from the configuration"}
     if config.quantization:
         patterns[_ACTIVATION_SCALES] = "activations, keys and values are not quantized here"
     return patterns

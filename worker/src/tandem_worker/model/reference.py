@@ -86,6 +86,11 @@ as training leaves them `fixed` takes 12.01 bits and `archive` 10.61, of SmolLM2
 """
 
 
+_PREDICTION = """
+Layers behind the model's own, as many as `num_nextn_predict_layers` says, are modules for multi-token prediction. Answers
+do not depend on them: the first one may be [a draft head](speculation.md#the-models-own-module), the others are left out.
+"""
+
 _PLAIN = ConfigKeys(model_types=(), reads={})
 
 
@@ -94,12 +99,15 @@ def render() -> str:
     parts = [_INTRODUCTION, _render_common()]
     done: list[tuple[ConfigKeys, str]] = []
     for architecture in supported_architectures():
-        keys = find_family(architecture).keys
+        family = find_family(architecture)
+        keys = family.keys
         inner = replace(keys, wrapper=None)
         same = next((other for known, other in done if known == inner), None)
         text = _render_family(inner) if same is None else f"As {same}.\n"
         if same is None:
             done.append((inner, architecture))
+            if family.load_prediction_layer is not None:
+                text += _PREDICTION
         if keys.wrapper is not None:
             text += f"\nAll this is of `text_config`. Around it:\n\n{_render_family(keys.wrapper)}"
         parts.append(f"## {architecture}\n\n{text}")

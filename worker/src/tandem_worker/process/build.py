@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem_api.launch import WorkerConfig
+from tandem_api.launch import SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 
 from tandem_worker.host.caches import observe_cache_bytes
@@ -103,7 +103,7 @@ class _Start:
         self._store = open_store(config.model.cache_dir)
         self._kernels: PreparedKernels | None = None
         self._draft: Path | None = None
-        """The files of the draft head, once they are fetched."""
+        """The files of the draft head that the configuration names, once they are fetched."""
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -200,7 +200,7 @@ class _Start:
 
     def _rest(self, path: Path, device: torch.device, *_: object) -> None:
         assert self._standby is not None
-        _rehearse(path, device, self._draft)
+        _rehearse(path, device, self._draft, self._config.speculative)
         self._standby.wait()
 
     def _describe_seat(self) -> Step:
@@ -242,6 +242,7 @@ class _Start:
     ) -> CausalLM:
         """This rank's share."""
         from tandem_worker.host.devices import resolve_dtype
+        from tandem_worker.model.draft.attach import attach_head
         from tandem_worker.model.load import load_model
         from tandem_worker.model.weighing import count_matrices, count_weight_bytes
         from tandem_worker.parallel.context import SINGLE
@@ -258,10 +259,7 @@ class _Start:
             rows=rows,
             told=memory.note_choice,
         )
-        if self._draft is not None:
-            from tandem_worker.model.draft.load import load_draft
-
-            model = load_draft(self._draft, model, path)
+        model = attach_head(model, path, self._draft, self._config.speculative)
         memory.by_kind["weights"] = count_weight_bytes(model)
         memory.matrices = count_matrices(model)
         if prepared.is_whole and self._progress.origin == "files":
@@ -481,7 +479,7 @@ def _import_server() -> None:
     import tandem_worker.server.structured.compiler  # noqa: F401
 
 
-def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
+def _rehearse(path: Path, device: torch.device, draft: Path | None, speculative: SpeculativeConfig) -> None:
     """Import what the rest of a start of this model imports, and say what is wrong with it before it is asked for. Its
     weights are opened, not read. Raises StartupError."""
     import tandem_worker.engine.execute.pages
@@ -492,11 +490,15 @@ def _rehearse(path: Path, device: torch.device, draft: Path | None) -> None:
     from tandem_worker.model.families.registry import find_family
     from tandem_worker.model.load import open_checkpoint, resolve_dtype
 
-    config, _ = open_checkpoint(path)
+    config, source = open_checkpoint(path)
     if draft is not None:
         from tandem_worker.model.draft.load import check_draft
 
         check_draft(draft, config)
+    elif speculative.method == "Draft":
+        from tandem_worker.model.draft.own import check_own_head
+
+        check_own_head(config, source)
     find_family(config.architecture)
     find_backend(select_backend(device, resolve_dtype(device, config.dtype)))
 

@@ -45,7 +45,7 @@ class HeadHere:
     @property
     def num_guessed(self) -> int:
         """Tokens that the head can guess."""
-        return self._model.config.draft_vocab_size
+        return self._model.num_guessed
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +56,7 @@ class HeadHere:
             self._chains = self._model.begin_chains(starts, depth, self._kv_cache)
 
     def compute(self, active: Rows[int], said: Rows[int]) -> torch.Tensor:
-        """None of a stage that has no head, `[0, draft_vocab_size]`."""
+        """None of a stage that has no head, `[0, num_guessed]`."""
         if self._model.head is None:
             return torch.empty(0, self.num_guessed)
         assert self._chains is not None, "chains are begun first"
@@ -68,6 +68,6 @@ class HeadHere:
 
 
 def as_drafted(model: CausalLM) -> DraftedLM:
-    """A model that the configuration names a draft head for."""
-    assert isinstance(model, DraftedLM), "the configuration names a draft, but the model was loaded without"
+    """A model that has a draft head."""
+    assert isinstance(model, DraftedLM), "the model was loaded without a draft head"
     return model

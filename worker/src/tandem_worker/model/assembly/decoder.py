@@ -16,12 +16,12 @@ from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.model.layers.norm import RMSNorm
-from tandem_worker.model.layers.pre_norm import AttentionPart, DecoderLayer, MLPPart
+from tandem_worker.model.layers.pre_norm import AttentionPart, DecoderLayer, MLPPart, PreNormLayer
 from tandem_worker.model.layers.rotary import RotaryEmbedding
 from tandem_worker.model.layers.step import Step
 
 
-def load_layer(config: ModelConfig, build: Build, layer: int, attention: AttentionPart, mlp: MLPPart) -> DecoderLayer:
+def load_layer(config: ModelConfig, build: Build, layer: int, attention: AttentionPart, mlp: MLPPart) -> PreNormLayer:
     """A layer around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
     backend, shape = build.backend, (config.hidden_size,)
     norms = [
@@ -76,13 +76,17 @@ class DecoderLM:
         self.device = build.loader.device
         self.dtype = build.loader.dtype
         self.embedding = config.embedding
-        self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
+        self.inexact_layers = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
+        """As `inexact`, whatever the group is."""
+        self.inexact = self.inexact_layers
         if self.inexact is None and build.context.tp_size > 2:
             self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
         if self.inexact is None and build.context.ep_size > 1:
             self.inexact = "expert ranks compute the tokens of several lanes together"
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
+        self.num_prediction_layers = config.num_prediction_layers
+        """Layers of the checkpoint behind these, which a draft head may be made of."""
         self.context = context = build.context
         self._stack = build.backend.stack(layers)
         self.is_one_call = self._stack.is_one_call
@@ -120,7 +124,7 @@ class DecoderLM:
         self, batch: ForwardBatch, kv_cache: KVCache, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, with the residual streams before the layers `taps`, side by side: `[T, taps * hidden]`. A model
-        of one stage."""
+        of one stage. The number of layers stands for the stream behind the last one."""
         hidden, features = self._run_tapped(self._enter(batch), batch, kv_cache, taps)
         return self._leave(hidden, batch), features
 
@@ -156,6 +160,9 @@ class DecoderLM:
             if index in places:
                 features[:, places[index] * width : (places[index] + 1) * width] = hidden
             hidden = layer.forward(hidden, step, kv_layer)
+        end = len(self._stack.layers)
+        if end in places:
+            features[:, places[end] * width : (places[end] + 1) * width] = hidden
         return hidden, features
 
     @property
@@ -167,6 +174,17 @@ class DecoderLM:
     def layers(self) -> range:
         """Layers of this stage."""
         return stage_layers(self.num_layers, self.context)
+
+    @property
+    def output(self) -> LMHead:
+        """The output projection, on the last stage of a model that generates."""
+        assert self._head is not None
+        return self._head
+
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output projection is given of the last layer's stream, `[T, hidden]`; on the last stage."""
+        assert self._norm is not None
+        return self._norm(hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows `[T, hidden]` of the embedding, on a stage that `embeds`."""

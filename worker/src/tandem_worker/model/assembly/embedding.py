@@ -39,15 +39,17 @@ def load_embedding(build: Build, name: str, shape: tuple[int, int]) -> Embedding
     return Embedding(build.loader.load(name, shape, piece), first_row, build.context.tp)
 
 
-def load_lm_head(build: Build, shape: tuple[int, int], *, tied: Weight | PackedWeight | None) -> LMHead:
+def load_lm_head(
+    build: Build, shape: tuple[int, int], *, tied: Weight | PackedWeight | None, name: str = "lm_head.weight"
+) -> LMHead:
     """The output projection: its own matrix, or the embedding's when tied."""
     rows = vocabulary_share(shape[0], build.context)
     packed = tied
     if tied is None and build.loader.is_lossless:
-        packed = build.loader.matrix([Part(name="lm_head.weight", shape=shape, piece=rows)])
+        packed = build.loader.matrix([Part(name=name, shape=shape, piece=rows)])
     if packed is not None and not isinstance(packed, torch.Tensor):
         return LMHead(build.backend.head(packed), shape[0], build.context.tp)
-    weight = packed if packed is not None else build.loader.load("lm_head.weight", shape, rows)
+    weight = packed if packed is not None else build.loader.load(name, shape, rows)
     if build.context.tp_size > 1:
         share = -(-shape[0] // build.context.tp_size)
         weight = functional.pad(weight, (0, 0, 0, share - weight.shape[0]))

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-from tandem_worker.model.draft.eagle3 import Eagle3Head
+from tandem_worker.model.draft.head import DraftHead
 
 _SPARE = 8
 """Texts grow in every step: room is made for an eighth more, so that fresh memory is touched now and then alone."""
@@ -53,67 +52,45 @@ class Chains:
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: DraftHead,
         kv_layer: torch.Tensor,
         states: torch.Tensor,
         starts: Sequence[ChainStart],
         depth: int,
         room: Room,
+        block_size: int,
     ) -> None:
-        """`kv_layer` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, `states` `[num_blocks, hidden]`."""
-        device = kv_layer.device
+        """`kv_layer` has the blocks of the head's entries, `states` is `[num_blocks, hidden]`."""
+        device, size = kv_layer.device, block_size
         self._head = head
         self._tokens = torch.tensor([start.token for start in starts], device=device)
         self._positions = torch.tensor([start.position - 1 for start in starts], device=device)
         self._states = states.index_select(0, torch.tensor([start.blocks[-1] for start in starts], device=device))
         self._lengths = [start.position - 1 for start in starts]
-        width = 2 * head.num_kv_heads * head.head_dim
-        size = kv_layer.shape[3]
         spans = [max(len(start.blocks) * size, start.position + depth) for start in starts]
-        memory = room.take([width * span for span in spans], kv_layer)
-        shapes = [(2, head.num_kv_heads, span, head.head_dim) for span in spans]
-        self._contexts = [flat.view(shape)[:, :, 1:] for flat, shape in zip(memory, shapes, strict=True)]
-        """Keys and values of each text, whose first slot has none, and behind them those of the chain."""
+        memory = room.take([head.entry_width * span for span in spans], kv_layer)
+        self._contexts = [
+            head.gather(kv_layer, start.blocks if start.position > 1 else (), part)
+            for start, part in zip(starts, memory, strict=True)
+        ]
+        """Entries of each text, each at its place and no other, and behind them those of the chain: what is behind the
+        start's position is overwritten by the chain before it is read."""
         self._active: Sequence[int] = ()
         """Chains that were computed last, whose guesses are not known here yet."""
-        for start, flat, shape in zip(starts, memory, shapes, strict=True):
-            _gather(kv_layer, start, flat.view(shape))
 
     def compute(self, active: Sequence[int], said: Sequence[int]) -> torch.Tensor:
         """Logits `[len(active), draft_vocab_size]` of the next token of each of these chains. `said`: the model's
         numbers of the tokens that were guessed by the logits before, which these follow; of all chains of then."""
-        head, device = self._head, self._tokens.device
+        device = self._tokens.device
         self._tokens[torch.tensor(self._active, dtype=torch.int64, device=device)] = torch.tensor(
             said, dtype=torch.int64, device=device
         )
         self._active = active
         rows = torch.tensor(active, device=device)
         positions = self._positions[rows]
-        entries, residual = head.enter(self._tokens[rows], self._states[rows])
-        queries = head.make_queries(entries, positions)
-        made = head.make_keys_values(entries, positions)
-        attended = torch.empty(len(active), head.num_heads * head.head_dim, dtype=head.dtype, device=rows.device)
-        for row, chain in enumerate(active):
-            attended[row] = self._attend(chain, queries[row], made[row])
-        logits, states = head.finish(attended, residual)
+        contexts, lengths = [self._contexts[chain] for chain in active], [self._lengths[chain] for chain in active]
+        logits, states = self._head.advance(self._tokens[rows], self._states[rows], positions, contexts, lengths)
+        for chain in active:
+            self._lengths[chain] += 1
         self._states[rows], self._positions[rows] = states, positions + 1
         return logits
-
-    def _attend(self, chain: int, queries: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """`[num_heads * head_dim]` of one query per head over the chain's entries, the newest included."""
-        context, length = self._contexts[chain], self._lengths[chain]
-        context[:, :, length] = made
-        self._lengths[chain] = length + 1
-        keys, values = context[:, None, :, : length + 1]
-        grouped = queries.view(1, self._head.num_kv_heads, -1, self._head.head_dim)
-        return functional.scaled_dot_product_attention(grouped, keys, values).flatten()
-
-
-def _gather(kv_layer: torch.Tensor, start: ChainStart, context: torch.Tensor) -> None:
-    """Bring the entries of the start's blocks to the beginning of `context`, each to its place and no other: what
-    follows the start's position is overwritten by the chain before it is read."""
-    if start.position > 1:
-        _, _, heads, size, dim = kv_layer.shape
-        count = len(start.blocks)
-        places = context[:, :, : count * size].view(2, heads, count, size, dim).permute(2, 0, 1, 3, 4)
-        torch.index_select(kv_layer, 0, torch.tensor(start.blocks, device=kv_layer.device), out=places)

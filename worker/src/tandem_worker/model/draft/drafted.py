@@ -1,6 +1,6 @@
 """A model together with its draft head, as one model with two more layers of key-value blocks.
 
-The first of them has the head's keys and values: in the slot of token t + 1 the entry of (state t, token t + 1). So
+The first of them has the head's entries: in the slot of token t + 1 the entry of (state t, token t + 1). So
 what a block holds follows from the tokens up to its last one, as for every other layer. The first slot of a sequence
 has no entry: it is written, and never read. The second one, `(hidden,)`, has the state of each block's newest token. So
 whoever has the blocks of a text can guess what comes next: after a hit in a cache, a move or a remote prefill.
@@ -18,42 +18,49 @@ import torch
 from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
 from tandem_worker.model.draft.chains import Chains, ChainStart, Room
-from tandem_worker.model.draft.config import HeadConfig
-from tandem_worker.model.draft.eagle3 import Eagle3Head, Fusion
+from tandem_worker.model.draft.head import DraftHead, States
 
 
 class DraftedLM:
     """Satisfies `CausalLM`. Its logits are those of the model alone, bit for bit."""
 
+    has_head = True
+    """On some rank of the group, if not on this one."""
     is_one_call = False
     """Streams are taken out between the layers."""
 
     def __init__(
         self,
         model: DecoderLM,
-        config: HeadConfig,
-        vocabulary: torch.Tensor | None,
-        fusion: Fusion,
-        head: Eagle3Head | None,
+        states: States,
+        head: DraftHead | None,
+        *,
+        vocabulary: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
     ) -> None:
-        """`vocabulary` as in `read_vocabulary`. `head`: what the last stage of a pipeline has, or a model of one stage;
-        None on the stages before."""
+        """`head`: what the last stage of a pipeline has, or a model of one stage; None on the stages before.
+        `vocabulary` `[num_guessed]` int64: the model's numbers of the tokens that are guessed; None: all of them.
+        `num_kv_heads`: those of the whole head, over all ranks; None: its entries are not split among them."""
         self.vocab_size = model.vocab_size
         self.max_position_embeddings = model.max_position_embeddings
         self.device = model.device
         self.dtype = model.dtype
         self.embedding = model.embedding
         self.inexact = model.inexact
-        self.config = config
-        self.vocabulary = torch.arange(config.draft_vocab_size) if vocabulary is None else vocabulary
-        """`[draft_vocab_size]` int64, the model's numbers of the tokens that are guessed."""
+        self.vocabulary = torch.arange(model.vocab_size) if vocabulary is None else vocabulary
+        self.num_kv_heads = num_kv_heads
         self.head = head
         self._model = model
-        self._fusion = fusion
+        self._making = states
         self.states = torch.empty(0)
         """`[T, hidden]` of the last step, where the head is."""
         self._room = Room()
         self._shares: dict[int, tuple[KVCache, KVCache]] = {}
+
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that the head can guess."""
+        return self.vocabulary.shape[0]
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         own = self._model.kv_cache_spec(block_size)
@@ -64,8 +71,8 @@ class DraftedLM:
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """As the model's; writes what the head keeps of every token, too."""
-        share, fusion = self._share(kv_cache), self._fusion
-        logits, states = self._model.forward_summed(batch, share, fusion.taps, fusion.add, fusion.width)
+        share, making = self._share(kv_cache), self._making
+        logits, states = self._model.forward_summed(batch, share, making.taps, making.add, making.width)
         if self.head is None:
             return logits
         first = len(share.layers)
@@ -95,7 +102,8 @@ class DraftedLM:
     def begin_chains(self, starts: Sequence[ChainStart], depth: int, kv_cache: KVCache) -> Chains:
         """Chains of up to `depth` guesses behind tokens whose texts are in these blocks; earlier ones end here."""
         assert self.head is not None, "chains are computed where the head is"
-        return Chains(self.head, kv_cache.layers[-2], kv_cache.layers[-1], starts, depth, self._room)
+        layer, states = kv_cache.layers[-2:]
+        return Chains(self.head, layer, states, starts, depth, self._room, kv_cache.spec.block_size)
 
     def _share(self, kv_cache: KVCache) -> KVCache:
         """The layers of the model itself."""
@@ -111,7 +119,7 @@ class DraftedLM:
         return known[1]
 
     @staticmethod
-    def _write_entries(head: Eagle3Head, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
+    def _write_entries(head: DraftHead, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
         """The entry of each new token, with the state of the one before it."""
         size, positions = kv_cache.spec.block_size, batch.positions
         starts = batch.query_start[:-1].long()
@@ -122,10 +130,8 @@ class DraftedLM:
         blocks = batch.block_tables.gather(1, columns[:, None]).squeeze(1).long()
         kept = kv_cache.layers[-1].index_select(0, blocks)
         before[starts] = kept.masked_fill_((first_positions == 0)[:, None], 0.0)
-        entries, _ = head.enter(batch.token_ids, before)
-        made = head.make_keys_values(entries, (positions - 1).clamp(min=0))
-        slots = batch.slot_mapping
-        kv_cache.layers[-2][slots // size, :, :, slots % size] = made
+        entries = head.make_entries(batch.token_ids, before, (positions - 1).clamp(min=0))
+        head.write(entries, kv_cache.layers[-2], batch.slot_mapping)
 
     def _write_states(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor) -> None:
         """The states of prompts, whose tokens stay whatever happens."""

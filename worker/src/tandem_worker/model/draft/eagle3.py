@@ -7,9 +7,10 @@ features; queries, keys and values are made of [norm(embedding), norm(state)], t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.attention import HeadShare
@@ -22,11 +23,10 @@ from tandem_worker.model.checkpoint.loader import Part
 from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.draft.config import HeadConfig
+from tandem_worker.model.draft.head import Embed
 from tandem_worker.model.draft.weights import EMBEDDING, LAYER
 from tandem_worker.model.layers.linear import Linear
 from tandem_worker.model.layers.norm import RMSNorm
-
-Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Fusion:
@@ -94,10 +94,7 @@ def _load_norm(build: Build, config: HeadConfig, name: str, width: int) -> RMSNo
 
 
 class Eagle3Head:
-    """Weights of a head on one device, and its arithmetic, row by row. Attention is its callers'.
-
-    Tensor-parallel ranks share it as they share the model. They make the same calls, and each has all logits.
-    """
+    """Satisfies `DraftHead`."""
 
     def __init__(self, config: HeadConfig, build: Build, embed: Embed) -> None:
         """`embed`: the model's embedding, for heads that have none."""
@@ -107,6 +104,7 @@ class Eagle3Head:
         self._share = HeadShare.of(layer, build.context)
         self.num_heads, self.num_kv_heads = self._share.num_heads, self._share.num_kv_heads
         self.head_dim = layer.head_dim
+        self.entry_width = 2 * self.num_kv_heads * self.head_dim
         self.dtype = loader.dtype
         self._embed = embed
         if loader.has(EMBEDDING):
@@ -135,19 +133,57 @@ class Eagle3Head:
         entries = torch.cat((self._input_norm(self._embed(tokens)), normed), dim=-1)
         return entries, normed if self.config.norm_before_residual else states
 
-    def make_keys_values(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def make_entries(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`[T, 2, num_kv_heads, head_dim]`."""
+        entries, _ = self.enter(tokens, states)
+        return self._make_keys_values(entries, positions)
+
+    def write(self, entries: torch.Tensor, kv_layer: torch.Tensor, slots: torch.Tensor) -> None:
+        size = kv_layer.shape[3]
+        kv_layer[slots // size, :, :, slots % size] = entries
+
+    def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
+        """`[2, num_kv_heads, span - 1, head_dim]`."""
+        context = memory.view(2, self.num_kv_heads, -1, self.head_dim)
+        if blocks:
+            _, _, heads, size, dim = kv_layer.shape
+            count = len(blocks)
+            places = context[:, :, : count * size].view(2, heads, count, size, dim).permute(2, 0, 1, 3, 4)
+            torch.index_select(kv_layer, 0, torch.tensor(blocks, device=kv_layer.device), out=places)
+        return context[:, :, 1:]
+
+    def advance(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        contexts: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        entries, residual = self.enter(tokens, states)
+        queries = self._make_queries(entries, positions)
+        made = self._make_keys_values(entries, positions)
+        attended = torch.empty(len(tokens), self.num_heads * self.head_dim, dtype=self.dtype, device=tokens.device)
+        for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
+            context[:, :, length] = made[row]
+            keys, values = context[:, None, :, : length + 1]
+            grouped = queries[row].view(1, self.num_kv_heads, -1, self.head_dim)
+            attended[row] = functional.scaled_dot_product_attention(grouped, keys, values).flatten()
+        return self._finish(attended, residual)
+
+    def _make_keys_values(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`[T, 2, num_kv_heads, head_dim]`, keys rotated for `positions` `[T]`, those of the states."""
         made = self._keys_values(entries).view(-1, 2, self.num_kv_heads, self.head_dim)
         self._rotary.at(positions, self.dtype).rotate_half_(made[:, 0])
         return made
 
-    def make_queries(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _make_queries(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`[T, num_heads, head_dim]`, rotated for `positions` `[T]`."""
         made = self._queries(entries).view(-1, self.num_heads, self.head_dim)
         self._rotary.at(positions, self.dtype).rotate_half_(made)
         return made
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits `[T, draft_vocab_size]` float32 and the states of the next depth `[T, hidden]`, from what attention
         gathered, `[T, num_heads * head_dim]`."""
         hidden = self._out.add_to(attended, residual)

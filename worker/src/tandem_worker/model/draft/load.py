@@ -21,7 +21,8 @@ from tandem_worker.model.config import CONFIG_FILE, ModelConfig, read_raw_config
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
-from tandem_worker.model.draft.eagle3 import Eagle3Head, Embed, Fusion
+from tandem_worker.model.draft.eagle3 import Eagle3Head, Fusion
+from tandem_worker.model.draft.head import Embed
 from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
 from tandem_worker.model.load import find_prefix, open_checkpoint
 
@@ -88,18 +89,19 @@ def _load(path: Path, model: DecoderLM, checkpoint: Path, backend: BackendName |
         )
         build = Build(loader=loader, backend=parts, context=model.context)
         fusion = Fusion(config, build, model.layers)
-        if not model.context.is_last_stage:
-            return DraftedLM(model, config, vocabulary, fusion, None)
-        embed = model.embed
-        if EMBEDDING not in source and not model.embeds:
-            embed = _load_model_embedding(checkpoint, model, build)
-        head = Eagle3Head(config, build, embed)
-    source.check_taken(Fusion.list_tensors(config) if model.context.pp_size > 1 else set())
-    logger.info(
-        "a draft head is loaded",
-        extra={"features": list(config.feature_layers), "guesses": config.draft_vocab_size, "of": model.vocab_size},
-    )
-    return DraftedLM(model, config, vocabulary, fusion, head)
+        head = None
+        if model.context.is_last_stage:
+            embed = model.embed
+            if EMBEDDING not in source and not model.embeds:
+                embed = _load_model_embedding(checkpoint, model, build)
+            head = Eagle3Head(config, build, embed)
+    if head is not None:
+        source.check_taken(Fusion.list_tensors(config) if model.context.pp_size > 1 else set())
+        logger.info(
+            "a draft head is loaded",
+            extra={"features": list(config.feature_layers), "guesses": config.draft_vocab_size, "of": model.vocab_size},
+        )
+    return DraftedLM(model, fusion, head, vocabulary=vocabulary, num_kv_heads=config.layer.num_kv_heads)
 
 
 def _load_model_embedding(checkpoint: Path, model: DecoderLM, build: Build) -> Embed:

@@ -21,9 +21,11 @@ from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.families.family import Family, Ignorable
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys, Settings
+from tandem_worker.model.layers.latent import LatentLayer
+from tandem_worker.model.layers.linear import Linear
 from tandem_worker.model.layers.moe import MoE
 from tandem_worker.model.layers.pre_norm import MLPPart
-from tandem_worker.model.layers.rotary import yarn_mscale
+from tandem_worker.model.layers.rotary import Rotation, yarn_mscale
 from tandem_worker.model.layers.routers import GroupedSigmoidRouter
 from tandem_worker.model.layers.step import Step
 
@@ -131,7 +133,7 @@ class LatentAttention:
         expand = (heads * (self._nope + value_dim), self._rank)
         piece = shard(0, expand[0], context.tp_rank, context.tp_size, what="key and value width")
         expanded = loader.load(f"{prefix}kv_b_proj.weight", expand, piece).view(self._num_heads, -1, self._rank)
-        self._spec = LatentSpec(
+        self.spec = LatentSpec(
             attention=AttentionSpec(
                 num_heads=self._num_heads,
                 num_kv_heads=1,
@@ -145,7 +147,7 @@ class LatentAttention:
         columns = shard(1, heads * value_dim, context.tp_rank, context.tp_size, what="value width")
         out = loader.matrix([Part(name=f"{prefix}o_proj.weight", shape=(hidden, heads * value_dim), piece=columns)])
         bias = loader.load(f"{prefix}o_proj.bias", (hidden,)) if biased else None
-        self._out = linear(out, bias, reduce=context.tp)
+        self.out: Linear = linear(out, bias, reduce=context.tp)
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         return latent_layer_spec(block_size, self._rank + self._rope)
@@ -155,26 +157,42 @@ class LatentAttention:
     ) -> torch.Tensor:
         """`residual + attention(x)` for `[T, hidden]`; None adds nothing. Writes this layer's latents."""
         down = self._down(x)
+        queries = self._make_queries(x, down, step.rotation)
+        kv = self._make_latents(down, step.rotation).unsqueeze(1)
+        step.entering(self._index)
+        step.attention.write(kv, kv_layer)
+        step.written(self._index)
+        return self.out.add_to(step.attention.attend_latents(queries, kv, kv_layer, self.spec), residual)
+
+    def make_latents(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """What is cached of `x` `[T, hidden]`, `[T, 1, rank + rope]`."""
+        return self._make_latents(self._down(x), rotation)
+
+    def make_both(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[T, num_heads, nope + rope]` of `x` `[T, hidden]`, and its latents."""
+        down = self._down(x)
+        return self._make_queries(x, down, rotation), self._make_latents(down, rotation)
+
+    def _make_queries(self, x: torch.Tensor, down: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         queries = x
         if self._query_norm is not None:
             queries = self._query_norm(down[:, : self._query_rank])
         queries = self._query(queries).view(x.shape[0], self._num_heads, -1)
+        self._rotate_(queries[..., self._nope :], rotation)
+        return queries
+
+    def _make_latents(self, down: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         compressed = down[:, self._query_rank :]
         latents = torch.cat((self._latent_norm(compressed[:, : self._rank]), compressed[:, self._rank :]), dim=-1)
         latents = latents.view(-1, 1, self._rank + self._rope)
-        self._rotate_(latents[..., self._rank :], step)
-        self._rotate_(queries[..., self._nope :], step)
-        kv = latents.unsqueeze(1)
-        step.entering(self._index)
-        step.attention.write(kv, kv_layer)
-        step.written(self._index)
-        return self._out.add_to(step.attention.attend_latents(queries, kv, kv_layer, self._spec), residual)
+        self._rotate_(latents[..., self._rank :], rotation)
+        return latents
 
-    def _rotate_(self, heads: torch.Tensor, step: Step) -> None:
+    def _rotate_(self, heads: torch.Tensor, rotation: Rotation) -> None:
         if self._interleaved:
-            step.rotation.rotate_interleaved_(heads)
+            rotation.rotate_interleaved_(heads)
         else:
-            step.rotation.rotate_half_(heads)
+            rotation.rotate_half_(heads)
 
 
 def _attention_scale(config: ModelConfig, head_dim: int) -> float:
@@ -214,28 +232,40 @@ def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
 
 
 def load_deepseek(config: ModelConfig, build: Build) -> DecoderLM:
-    """A DeepSeek-V3 or Kimi K2 model on this rank. Layers for multi-token prediction are left out."""
-    num_dense = config.need("first_k_dense_replace", int)
-    layers = []
-    for index, layer in enumerate(stage_layers(config.num_layers, build.context)):
-        prefix = f"model.layers.{layer}.mlp."
-        mlp: MLPPart
-        if layer < num_dense:
-            mlp = load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
-        else:
-            mlp = _load_moe(config, build, prefix)
-        attention = LatentAttention(config, build, layer=layer, index=index)
-        layers.append(load_layer(config, build, layer, attention, mlp))
+    """A DeepSeek-V3 or Kimi K2 model on this rank, without its modules for multi-token prediction."""
+    numbers = stage_layers(config.num_layers, build.context)
+    layers = [
+        load_layer(config, build, layer, *_load_parts(config, build, layer, index))
+        for index, layer in enumerate(numbers)
+    ]
     rotary = build_rotary(config, build, config.need("qk_rope_head_dim", int))
     return DecoderLM(config, build, layers, rotary)
 
 
+def load_prediction_layer(config: ModelConfig, build: Build, layer: int) -> LatentLayer:
+    """The layer inside the module for multi-token prediction that is number `layer` of the checkpoint."""
+    attention, mlp = _load_parts(config, build, layer, 0)
+    whole = load_layer(config, build, layer, attention, mlp)
+    return LatentLayer(input_norm=whole.input_norm, attention=attention, mlp_norm=whole.mlp_norm, mlp=mlp)
+
+
+def _load_parts(config: ModelConfig, build: Build, layer: int, index: int) -> tuple[LatentAttention, MLPPart]:
+    """Halves of the checkpoint's layer `layer`, which is number `index` of this rank."""
+    prefix = f"model.layers.{layer}.mlp."
+    mlp: MLPPart
+    if layer < config.need("first_k_dense_replace", int):
+        mlp = load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
+    else:
+        mlp = _load_moe(config, build, prefix)
+    return LatentAttention(config, build, layer=layer, index=index), mlp
+
+
 def _prediction_layers(config: ModelConfig) -> Ignorable:
-    """DeepSeek's layers that guess further tokens stand behind the others."""
-    first, count = config.num_layers, config.need("num_nextn_predict_layers", int)
+    """DeepSeek's layers that predict further tokens stand behind the others."""
+    first = config.num_layers
     return {
-        rf"model\.layers\.{layer}\.": "predicts further tokens, which is not done here"
-        for layer in range(first, first + count)
+        rf"model\.layers\.{layer}\.": "predicts further tokens, which a draft head may do"
+        for layer in range(first, first + config.num_prediction_layers)
     }
 
 
@@ -246,5 +276,7 @@ def _prediction_layers_and_vision(config: ModelConfig) -> Ignorable:
     }
 
 
-DEEPSEEK = Family(load=load_deepseek, keys=KEYS, ignorable=_prediction_layers)
-KIMI_K25 = Family(load=load_deepseek, keys=KIMI_K25_KEYS, ignorable=_prediction_layers_and_vision)
+DEEPSEEK = Family(
+    load=load_deepseek, keys=KEYS, ignorable=_prediction_layers, load_prediction_layer=load_prediction_layer
+)
+KIMI_K25 = replace(DEEPSEEK, keys=KIMI_K25_KEYS, ignorable=_prediction_layers_and_vision)

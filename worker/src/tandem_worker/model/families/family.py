@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.keys import ConfigKeys
+
+if TYPE_CHECKING:
+    from tandem_worker.model.layers.latent import LatentLayer
 
 LoadFunction = Callable[[ModelConfig, Build], CausalLM]
 Ignorable = Mapping[str, str]
@@ -28,3 +32,6 @@ class Family:
     keys: ConfigKeys
     ignorable: Callable[[ModelConfig], Ignorable] = nothing_ignorable
     """Tensors that checkpoints of the family hold and that its language model does not compute with."""
+    load_prediction_layer: Callable[[ModelConfig, Build, int], LatentLayer] | None = None
+    """Loads the layer of that number inside a module for multi-token prediction (`model.draft.prediction`); None:
+    checkpoints of the family have no such modules."""
