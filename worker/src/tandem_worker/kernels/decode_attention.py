@@ -31,6 +31,23 @@ from .reference.attention import paged_decode_attention_reference
 from .split_merge import merge_splits, plan_splits, tiles_of_split
 
 
+@triton.jit
+def _find_keys(
+    context, taken, split, fewest_tiles, max_splits, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """First key and end of a split of each row, by its own context alone; of rows without any, the largest number and
+    0."""
+    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
+    first_tile = first // BLOCK_N
+    num_tiles = cdiv(context, BLOCK_N) - first_tile
+    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
+    start = first_tile + split * tiles_per_split
+    end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
+    low = tl.maximum(first, start * BLOCK_N)
+    high = tl.where(taken, tl.minimum(context, end * BLOCK_N), 0)
+    return tl.where(low < high, low, 2147483647), tl.where(low < high, high, 0)
+
+
 @triton.jit(do_not_specialize=["num_splits", "fewest_tiles", "max_splits", "stride_table"])
 def _paged_decode_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, lens_ptr, starts_ptr, sequences_ptr, out_ptr, partial_ptr, lse_ptr,
@@ -47,26 +64,17 @@ def _paged_decode_attention_kernel(
     start_of_sequence = tl.load(starts_ptr + sequence).to(tl.int64)
     end_of_sequence = tl.load(starts_ptr + sequence + 1).to(tl.int64)
     length = tl.load(lens_ptr + sequence).to(tl.int32)
-    tokens_per_tile = BLOCK_G // group
-    leads = (token - start_of_sequence) % tokens_per_tile == 0  # the others are in the tile of one before them
-
     members = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     tokens = token + members // group
     heads = kv_head * group + members % group
+    tokens_per_tile = BLOCK_G // group
+    leads = (token - start_of_sequence) % tokens_per_tile == 0  # the others are in the tile of one before them
     last = tl.where(leads, tl.minimum(end_of_sequence, token + tokens_per_tile), token)
     taken = tokens < last
     valid = taken[:, None] & (dims < head_dim)[None, :]
     context = length - (end_of_sequence - 1 - tokens).to(tl.int32)  # the token's own key included
-    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
-    first_tile = first // BLOCK_N
-    num_tiles = cdiv(context, BLOCK_N) - first_tile
-    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
-    start = first_tile + split * tiles_per_split
-    end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
-    low = tl.maximum(first, start * BLOCK_N)
-    high = tl.where(taken, tl.minimum(context, end * BLOCK_N), 0)
-    low = tl.where(low < high, low, 2147483647)
+    low, high = _find_keys(context, taken, split, fewest_tiles, max_splits, WINDOW, CHUNK, BLOCK_N)
     lowest = tl.min(low, axis=0)
     highest = tl.max(high, axis=0)
 

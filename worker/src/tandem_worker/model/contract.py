@@ -76,6 +76,8 @@ class ForwardBatch:
     """There may be rows of no sequence: tokens whose slot is in block 0. Their results are not used."""
     num_decodes: int = 0
     """Leading sequences whose tokens are their newest ones and guesses behind it; the tokens of others are known."""
+    sequence_ids: torch.Tensor | None = None
+    """`[T]` int32, the sequence of each token; None: whoever needs them makes them of `query_start`."""
     before_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index before that layer's KV is read or written, in the order of the layers: blocks of it
     may still be on their way."""
@@ -88,6 +90,21 @@ class ForwardBatch:
     def is_decode(self) -> bool:
         """Exactly one new token in every sequence."""
         return len(self.query_lens_host) == self.token_ids.shape[0]
+
+    @property
+    def is_decode_with_guesses(self) -> bool:
+        """Nothing but newest tokens of sequences and guesses behind them."""
+        return self.is_decode or len(self.query_lens_host) == self.num_decodes
+
+    def find_sequence_ids(self) -> torch.Tensor:
+        """`sequence_ids`, made where nobody has."""
+        if self.sequence_ids is not None:
+            return self.sequence_ids
+        import torch
+
+        lengths, count = self.query_start.diff(), len(self.query_lens_host)
+        ids = torch.arange(count, dtype=torch.int32, device=lengths.device)
+        return ids.repeat_interleave(lengths.long(), output_size=self.token_ids.shape[0])
 
 
 class CausalLM(Protocol):

@@ -183,7 +183,11 @@ class BatchBuilder:
             rows = np.repeat(rows, query_lens)
         slots = self.table.host[rows, positions // size] * np.int64(size) + positions % size
         token_ids, there, slot_mapping = upload_rows([step.token_ids, positions, slots], np.int64, self._device)
-        starts, contexts = upload_rows([query_start, context_lens], np.int32, self._device)
+        starts, contexts, *ids = upload_rows(
+            [query_start, context_lens] + ([] if self._device.type == "cpu" else [_sequence_ids(query_lens)]),
+            np.int32,
+            self._device,
+        )
         if int(step.token_ids.min()) < 0:
             assert chosen is not None
             self._fill_late(token_ids, step.token_ids, chosen)
@@ -199,6 +203,7 @@ class BatchBuilder:
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
             num_decodes=step.num_decodes,
+            sequence_ids=ids[0] if ids else None,
             before_layer=before_layer,
             on_layer=on_layer,
             on_compute=on_compute,
@@ -244,6 +249,10 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
+
+
+def _sequence_ids(query_lens: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(query_lens)), query_lens)
 
 
 def _find_waves(decodes: list[Sequence], rows: list[int], guesses: dict[Sequence, tuple[int, ...]]) -> list[Wave]:
