@@ -42,6 +42,7 @@ class HistoryModel:
         self.embedding: EmbeddingSpec | None = None
         self.is_one_call = False
         self.inexact: str | None = "its rows are exact, but most tests count its steps"
+        self.exact_rows = 1
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []
         self.num_tokens = 0

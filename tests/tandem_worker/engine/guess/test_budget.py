@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS, choose_lengths
 from tandem_worker.engine.guess.contract import Source
-from tandem_worker.engine.guess.costs import ROWS_PER_PASS, StepCosts
+from tandem_worker.engine.guess.costs import ON_CPU, StepCosts
 from tandem_worker.engine.guess.rates import Luck, Rates
 from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -78,11 +78,11 @@ def test_costs_are_learned_from_steps_on_a_machine_of_any_speed() -> None:
         costs = StepCosts()
         for _ in range(6000):
             rows = generator.choice((1, 1, 2, 4, 7, 9, 16, 24))
-            true = scale * (1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1))
+            true = scale * (1 + row * (rows - 1) + more * (-(-rows // ON_CPU.rows_per_pass) - 1))
             noise = 5.0 if generator.random() < 0.05 else generator.uniform(0.97, 1.03)
             costs.learn(rows, true * noise)
         for rows in (2, 6, 9, 24):
-            true = 1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1)
+            true = 1 + row * (rows - 1) + more * (-(-rows // ON_CPU.rows_per_pass) - 1)
             assert costs.relative(rows) == pytest.approx(true, rel=0.05)
     assert StepCosts().predict(3) is None
 

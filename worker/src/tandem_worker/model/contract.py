@@ -118,6 +118,9 @@ class CausalLM(Protocol):
     """None: the model generates."""
     inexact: str | None
     """Why a row's logits may have other bits in other company, as a part of a sentence; None: they never have."""
+    exact_rows: int
+    """Rows of a step up to which they have none all the same, where it has newest tokens and guesses alone: 1 where
+    there are no such steps, `sys.maxsize` where `inexact` is None."""
     is_one_call: bool
     """Its layers are one call, in which other threads have the interpreter's lock; `on_compute` is called before it."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tandem_worker.engine.sample.contract import CheckedRows
 from tandem_worker.engine.schedule.plan import Chunk, StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 from tandem_worker.host.uploads import upload, upload_rows
@@ -53,6 +54,19 @@ class LogitsLayout:
     """Chunks all of whose positions have logits, and the row of the first."""
     waves: list[Wave]
     """The first guesses of all sequences that have any, then the second ones, and so on."""
+
+
+def list_checked(layout: LogitsLayout) -> list[CheckedRows]:
+    """The sequences of a layout and their guesses, in order."""
+    guesses: dict[Sequence, tuple[int, ...]] = {}
+    for wave in layout.waves:
+        for sequence, (guess, _) in wave.items():
+            guesses[sequence] = (*guesses.get(sequence, ()), guess)
+    rows = range(len(layout.sequences)) if layout.rows is None else layout.rows
+    return [
+        CheckedRows(sequence, row, guesses.get(sequence, ()))
+        for sequence, row in zip(layout.sequences, rows, strict=True)
+    ]
 
 
 class BlockTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -77,10 +78,12 @@ class DecoderLM:
         self.dtype = build.loader.dtype
         self.embedding = config.embedding
         self.inexact = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
-        if self.inexact is None and build.context.tp_size > 2:
+        self.exact_rows = sys.maxsize if self.inexact is None else build.backend.count_exact_rows(layers)
+        if self.exact_rows > 1 and build.context.tp_size > 2:
             self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
-        if self.inexact is None and build.context.ep_size > 1:
-            self.inexact = "expert ranks compute the tokens of several lanes together"
+            self.exact_rows = 1
+        if self.exact_rows > 1 and build.context.ep_size > 1:
+            self.inexact, self.exact_rows = "expert ranks compute the tokens of several lanes together", 1
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
         self.context = context = build.context

@@ -44,6 +44,7 @@ class DraftedLM:
         self.dtype = model.dtype
         self.embedding = model.embedding
         self.inexact = model.inexact
+        self.exact_rows = model.exact_rows
         self.config = config
         self.vocabulary = torch.arange(config.draft_vocab_size) if vocabulary is None else vocabulary
         """`[draft_vocab_size]` int64, the model's numbers of the tokens that are guessed."""
