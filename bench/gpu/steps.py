@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
@@ -152,8 +152,15 @@ def build_decode_batch(
 
 
 def build_config(
-    model: CausalLM, *, num_blocks: int, max_rows: int, max_batch_tokens: int, max_model_len: int | None = None
+    model: CausalLM,
+    *,
+    num_blocks: int,
+    max_rows: int,
+    max_batch_tokens: int,
+    max_model_len: int | None = None,
+    guesses: int = 0,
 ) -> WorkerConfig:
+    """`guesses` of an answer are checked in a step at the most; 0: there are none."""
     spec = model.kv_cache_spec(BLOCK_SIZE)
     return WorkerConfig(
         model_name="bench",
@@ -164,6 +171,9 @@ def build_config(
         max_model_len=max_model_len,
         kv=KVConfig(memory_bytes=num_blocks * spec.bytes_per_block, block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_running_requests=max_rows, max_batch_tokens=max_batch_tokens),
+        speculative=SpeculativeConfig(method="Lookup", max_tokens=guesses)
+        if guesses
+        else SpeculativeConfig(method="Off"),
     )
 
 

@@ -149,12 +149,14 @@ class OutputProcessor:
 
     def _accept_guessed(self, layout: LogitsLayout, logits: torch.Tensor, tokens: list[int] | None) -> None:
         """The next tokens of a step with guesses, all at once or wave by wave."""
-        checked, sampler = list_checked(layout), self._executor.sampler
-        if tokens is None and self._drafting is None and may_check_at_once(sampler, checked):
-            tokens = sampler.choose_checked(logits, checked).tolist()
-        if tokens is not None:
-            self._accept_checked(checked, logits, tokens)
-            return
+        sampler = self._executor.sampler
+        if tokens is not None or (sampler.checks_at_once and self._drafting is None):
+            checked = list_checked(layout)
+            if tokens is None and may_check_at_once(sampler, checked):
+                tokens = sampler.choose_checked(logits, checked).tolist()
+            if tokens is not None:
+                self._accept_checked(checked, logits, tokens)
+                return
         self.accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
         self._check_guesses(layout, logits)
 

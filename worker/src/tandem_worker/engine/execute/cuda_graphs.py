@@ -1,11 +1,12 @@
 """Decode steps as recorded graphs: one per number of rows, replayed without launching kernels one by one.
 
 A recording reads and writes fixed tensors. A step copies its inputs into them, replays the smallest recording that is
-large enough, and takes the first rows of its logits. Rows beyond the batch are padding: sequences of one token at
-position 0 that is written to block 0 and read from there. Which rows belong to which sequence is in those tensors too,
-so a recording of as many rows serves sequences with guesses behind their newest tokens. A model may be recorded when
-its forward pass on the device depends on tensors alone, not on the batch's host-side lengths; those say the maximum
-while recording, so grids cover any step.
+large enough, and takes the first rows of its logits; where rows are exact up to some number (`CausalLM.exact_rows`), it
+is not padded beyond that. Rows beyond the batch are padding: sequences of one token at position 0 that is written to
+block 0 and read from there. Which rows belong to which sequence is in those tensors too, so a recording of as many rows
+serves sequences with guesses behind their newest tokens. A model may be recorded when its forward pass on the device
+depends on tensors alone, not on the batch's host-side lengths; those say the maximum while recording, so grids cover
+any step.
 
 A start waits for the sizes that its first requests need; the others are recorded between steps. A recording computes
 its step twice before, on the same fixed tensors: they are made padding first, or what an earlier step left in them
@@ -106,6 +107,7 @@ class DecodeGraphs:
         largest = ordered[-1]
         self._inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
         self._count = torch.arange(largest + 1, dtype=torch.int32, device=model.device)
+        self._exact_rows = model.exact_rows if model.exact_rows > 1 else 0
         self._has_guesses = False
         """Sequences in the fixed tensors have several rows."""
         self._logits = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
@@ -135,6 +137,8 @@ class DecodeGraphs:
         count = batch.token_ids.shape[0]
         index = bisect_left(self._sizes, count)
         if index == len(self._sizes) or not batch.is_decode_with_guesses or batch.logits_rows.shape[0] != count:
+            return None
+        if count <= self._exact_rows < self._sizes[index]:  # padding would make a row's bits others
             return None
         recording = self._recordings[self._sizes[index]]
         _fill(recording.batch, batch)
