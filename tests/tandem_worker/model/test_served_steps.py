@@ -82,6 +82,14 @@ def test_an_answer_is_the_same_eager_recorded_and_ahead(
         assert all(each.is_tie for each in apart), apart
 
 
+@pytest.mark.parametrize("family", CASES)
+def test_few_rows_are_exact_where_no_product_is_cublas(family: str, save_random_model: Any, tmp_path: Path) -> None:
+    """Which scores experts, and brings latents in and out."""
+    model = load(family, "cpu", torch.bfloat16, save_random_model, tmp_path)
+    assert model.exact_rows == (1 if exact_type(family) is torch.float32 else 32)
+    assert model.inexact is not None
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampled_answers_are_the_same_ahead(device: str) -> None:
     model = build_random_model(SMALL, torch.device(device))
