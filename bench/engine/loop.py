@@ -42,6 +42,7 @@ class NullModel:
     device = torch.device("cpu")
     embedding: EmbeddingSpec | None = None
     inexact: str | None = "it has no rows"
+    exact_rows = 1
     is_one_call = False
 
     def __init__(self, max_rows: int) -> None:

@@ -18,6 +18,14 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.model.contract import CausalLM
 
+from bench.gpu.guesses import (
+    ANSWER,
+    MOST_GUESSES,
+    DrawnGuesser,
+    measure_guessed_steps,
+    measure_guesses,
+    replace_guesser,
+)
 from bench.gpu.host_memory import measure_host_memory
 from bench.gpu.item import Figures, Item, Setting, WrongError
 from bench.gpu.random_model import QWEN3_8B, SMALL, build_random_model, count_step_weights
@@ -57,6 +65,10 @@ class Load:
     cache_tokens: int
     longest: int
     """Length of a prompt that is found in host memory."""
+    guessed_contexts: tuple[int, ...]
+    """Of a step with guesses."""
+    guessed_tokens: int
+    """Of an answer with guesses."""
 
     @property
     def max_model_len(self) -> int:
@@ -66,11 +78,11 @@ class Load:
 REAL = Load(
     raw=QWEN3_8B, batches=(1, 8, 64, 256), prompt=64, new_tokens=128, rounds=3, prompts=(64, 512, 2048),
     steps=((300,), (4096, 17, 700), tuple(range(40, 40 + 64 * 48, 48))), max_rows=256, max_batch_tokens=8192,
-    cache_tokens=120_000, longest=32_768,
+    cache_tokens=120_000, longest=32_768, guessed_contexts=(500, 2000), guessed_tokens=256,
 )  # fmt: skip
 DRY = Load(
     raw=SMALL, batches=(1, 3), prompt=6, new_tokens=8, rounds=1, prompts=(5, 40), steps=((30,), (40, 2, 17)),
-    max_rows=3, max_batch_tokens=64, cache_tokens=2000, longest=400,
+    max_rows=3, max_batch_tokens=64, cache_tokens=2000, longest=400, guessed_contexts=(70,), guessed_tokens=60,
 )  # fmt: skip
 
 
@@ -114,6 +126,8 @@ class Session:
         self.collector = Collector()
         self.recordings: Figures = {}
         self._runs = 0
+        self.guesser = DrawnGuesser()
+        """The engine's, once that is made."""
 
     @cached_property
     def model(self) -> CausalLM:
@@ -122,15 +136,16 @@ class Session:
 
     @cached_property
     def engine(self) -> EngineCore:
-        """Recorded and running ahead, as on a GPU."""
+        """Recorded and running ahead, as on a GPU; guesses are made where an item asks for them."""
         load = self.load
         config = build_config(
             self.model, num_blocks=load.cache_tokens // 16, max_rows=load.max_rows,
-            max_batch_tokens=load.max_batch_tokens, max_model_len=load.max_model_len,
+            max_batch_tokens=load.max_batch_tokens, max_model_len=load.max_model_len, guesses=MOST_GUESSES,
         )  # fmt: skip
         engine = build_engine(self.model, config, self.collector, runs_ahead=True)
+        self.guesser = replace_guesser(engine)
         began = time.perf_counter()
-        engine._executor.record_graphs(build_recorder(self.device))
+        engine._executor.record_graphs(build_recorder(self.device), max_rows=max(load.max_rows, 1 + MOST_GUESSES))
         self.recordings = {"seconds": time.perf_counter() - began, "bytes": engine.graph_bytes}
         return engine
 
@@ -164,6 +179,16 @@ def engine_items(setting: Setting) -> Iterator[Item]:
                 name=f"decode {name} x{batch}", seconds=60, needs=verified,
                 run=lambda batch=batch, sampling=sampling: measure_decode(session, batch, sampling),
             )  # fmt: skip
+    for context in load.guessed_contexts:
+        yield Item(
+            name=f"step with {MOST_GUESSES} guesses, context {context}", seconds=60, needs=("model",),
+            run=lambda context=context: measure_guessed_steps(session.model, context),
+        )  # fmt: skip
+    for batch in load.batches:
+        yield Item(
+            name=f"guesses x{batch}", seconds=90, needs=verified,
+            run=lambda batch=batch: measure_guessed_decode(session, batch),
+        )  # fmt: skip
     for length in load.prompts:
         yield Item(
             name=f"first token of {length}", seconds=60, needs=verified,
@@ -253,6 +278,17 @@ def measure_decode(session: Session, batch: int, sampling: dict[str, float]) -> 
         "ratio": rate * limit / batch,
         "of": "weights and KV at copy speed, or matmul",
     }
+
+
+def measure_guessed_decode(session: Session, batch: int) -> Figures:
+    """As `measure_decode`, with guesses of a known chance and without, over answers that are known."""
+    load, engine = session.load, session.engine
+
+    def measure_rate(number: int) -> float:
+        prompts = random_prompts(batch, load.prompt, session.model.vocab_size, seed=number)
+        return steady_rate(session.run(prompts, load.guessed_tokens, **ANSWER))
+
+    return measure_guesses(engine, session.guesser, batch, load.rounds, measure_rate)
 
 
 def steady_rate(events: Sequence[tuple[float, str, int]]) -> float:

@@ -9,6 +9,7 @@ GPU_TESTS = (
     "tests/tandem_worker/model/test_served_steps.py",
     "tests/tandem_worker/model/backends/test_backends.py",
     "tests/tandem_worker/kernels/on_device/test_paged_attention.py",
+    "tests/tandem_worker/kernels/on_device/test_checked_rows.py",
     "tests/tandem_worker/kernels/on_device/test_linear.py",
     "tests/tandem_worker/kernels/on_device/test_split_byte.py",
     "tests/tandem_worker/kernels/on_device/test_mla.py",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
@@ -61,10 +61,19 @@ class StepComparison:
 
 
 def compare_recorded(
-    model: CausalLM, contexts: Sequence[Sequence[int]], *, max_context: int, recorder: Recorder | None = None
+    model: CausalLM,
+    contexts: Sequence[Sequence[int]],
+    *,
+    max_context: int,
+    widths: Sequence[Sequence[int]] | None = None,
+    recorder: Recorder | None = None,
 ) -> list[StepComparison]:
-    """Decode steps over random KV, eager and from recordings; each of `contexts` are the lengths of one step."""
-    most = max(map(len, contexts))
+    """Decode steps over random KV, eager and from recordings; each of `contexts` are the lengths of one step.
+
+    `widths`: how many of each sequence's last tokens the step computes, guesses included; None: one.
+    """
+    widths = widths or [[1] * len(lengths) for lengths in contexts]
+    most = max(map(sum, widths))
     per_sequence = -(-max_context // BLOCK_SIZE)
     cache = allocate_kv_cache(model.kv_cache_spec(BLOCK_SIZE), most * per_sequence + 1, model.device)
     generator = torch.Generator().manual_seed(5)
@@ -76,7 +85,10 @@ def compare_recorded(
             recorder=recorder or build_recorder(model.device),
         )  # fmt: skip
         tables = (torch.randperm(most * per_sequence, generator=generator) + 1).view(most, per_sequence)
-        return [_compare(model, graphs, cache, tables, lengths, generator) for lengths in contexts]
+        return [
+            _compare(model, graphs, cache, tables, lengths, generator, rows)
+            for lengths, rows in zip(contexts, widths, strict=True)
+        ]
 
 
 def _compare(
@@ -86,8 +98,9 @@ def _compare(
     tables: torch.Tensor,
     lengths: Sequence[int],
     generator: torch.Generator,
+    widths: Sequence[int],
 ) -> StepComparison:
-    batch = build_decode_batch(model, tables[: len(lengths)], lengths, generator)
+    batch = build_decode_batch(model, tables[: len(lengths)], lengths, generator, widths)
     eager = model.forward(batch, cache).double()
     replays = []
     for _ in range(2):
@@ -98,7 +111,7 @@ def _compare(
     best = recorded.argmax(1, keepdim=True)
     lead = (eager.amax(1, keepdim=True) - eager.gather(1, best))[:, 0]
     return StepComparison(
-        rows=len(lengths),
+        rows=sum(widths),
         error=float((recorded - eager).norm() / eager.norm()),
         repeats=torch.equal(replays[0], replays[1]),
         flips=int((~(lead <= _TIE * eager.std(1))).sum()),
@@ -106,23 +119,32 @@ def _compare(
 
 
 def build_decode_batch(
-    model: CausalLM, tables: torch.Tensor, lengths: Sequence[int], generator: torch.Generator
+    model: CausalLM,
+    tables: torch.Tensor,
+    lengths: Sequence[int],
+    generator: torch.Generator,
+    widths: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """One random token for each sequence, the last of its length, over blocks `tables`."""
-    device, count = model.device, len(lengths)
-    positions = torch.tensor(lengths) - 1
-    slots = tables.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
+    """Random tokens for each sequence, the last ones of its length, over blocks `tables`: one of each, or `widths`."""
+    device, sequences = model.device, len(lengths)
+    rows = torch.tensor([1] * sequences if widths is None else list(widths))
+    ends, count = rows.cumsum(0), int(rows.sum())
+    ids = torch.arange(sequences).repeat_interleave(rows)
+    positions = torch.tensor(lengths)[ids] - ends[ids] + torch.arange(count)
+    slots = tables[ids, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     width = -(-max(lengths) // BLOCK_SIZE)
     return ForwardBatch(
         token_ids=torch.randint(0, model.vocab_size, (count,), generator=generator).to(device),
         positions=positions.to(device),
         slot_mapping=slots.to(device),
         block_tables=tables[:, :width].int().contiguous().to(device),
-        query_start=torch.arange(count + 1, dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         logits_rows=torch.arange(count, device=device),
-        query_lens_host=(1,) * count,
+        query_lens_host=tuple(rows.tolist()),
         context_lens_host=tuple(lengths),
+        num_decodes=sequences,
+        sequence_ids=ids.int().to(device),
     )
 
 
@@ -130,8 +152,15 @@ def build_decode_batch(
 
 
 def build_config(
-    model: CausalLM, *, num_blocks: int, max_rows: int, max_batch_tokens: int, max_model_len: int | None = None
+    model: CausalLM,
+    *,
+    num_blocks: int,
+    max_rows: int,
+    max_batch_tokens: int,
+    max_model_len: int | None = None,
+    guesses: int = 0,
 ) -> WorkerConfig:
+    """`guesses` of an answer are checked in a step at the most; 0: there are none."""
     spec = model.kv_cache_spec(BLOCK_SIZE)
     return WorkerConfig(
         model_name="bench",
@@ -142,6 +171,9 @@ def build_config(
         max_model_len=max_model_len,
         kv=KVConfig(memory_bytes=num_blocks * spec.bytes_per_block, block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_running_requests=max_rows, max_batch_tokens=max_batch_tokens),
+        speculative=SpeculativeConfig(method="Lookup", max_tokens=guesses)
+        if guesses
+        else SpeculativeConfig(method="Off"),
     )
 
 

@@ -24,40 +24,47 @@ def decode_attention(place: Place) -> Iterator[Case]:
     step = (longest - shortest) // max(1, batch - 1)
     contexts = [shortest + row * step for row in range(batch - 1)] + [longest]
     yield _decode(place, f"{name} B={batch} C={shortest} to {longest}", (heads, kv_heads, dim), contexts)
+    for batch, context, width in sizes.guessed:
+        title = f"{name} B={batch} C={context} tokens={width}"
+        yield _decode(place, title, (heads, kv_heads, dim), [context] * batch, width)
     for heads in sizes.latent_heads:
         for batch, context in sizes.latent_decodes:
             yield _latent_decode(place, heads, batch, context)
 
 
-def _decode(place: Place, name: str, shape: tuple[int, int, int], contexts: list[int]) -> Case:
+def _decode(place: Place, name: str, shape: tuple[int, int, int], contexts: list[int], width: int = 1) -> Case:
+    """The last `width` tokens of each sequence."""
     heads, kv_heads, dim = shape
     block_size = place.sizes.block_size
 
     def make() -> tuple:
         tables, num_blocks = place.tables(contexts, block_size)
         cache = place.randn(num_blocks, 2, kv_heads, block_size, dim)
-        return place.randn(len(contexts), heads, dim), cache, tables, place.ints(*contexts)
+        starts = place.ints(*range(0, width * len(contexts) + 1, width))
+        ids = place.ints(*(sequence for sequence in range(len(contexts)) for _ in range(width)))
+        return place.randn(len(ids), heads, dim), cache, tables, place.ints(*contexts), starts, ids
 
     scale = dim**-0.5
     return Case(
         name=f"paged_decode_attention {name}",
         bytes=sum(contexts) * kv_heads * dim * 2 * 2,
-        flops=4 * sum(contexts) * heads * dim,
+        flops=4 * width * sum(contexts) * heads * dim,
         make=make,
         run=lambda *values, **options: kernels.paged_decode_attention(*values, scale=scale, **options),
-        expect=lambda q, cache, tables, lens: _decode_rows(q, cache, tables, lens, scale),
+        expect=lambda q, cache, tables, lens, starts, ids: _decode_rows(q, cache, tables, lens, scale, width),
     )
 
 
 def _decode_rows(
-    q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, scale: float
+    q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, scale: float, width: int
 ) -> Tensors:
     """One sequence's blocks at a time in float64: the whole cache would take four times its memory."""
     rows = []
+    starts = torch.tensor([0, width], dtype=torch.int32, device=q.device)
     for row, length in enumerate(lens.tolist()):
         used = tables[row, : -(-length // cache.shape[3])].long()
         table = torch.arange(len(used), dtype=torch.int32, device=q.device)[None]
-        own = (q[row : row + 1].double(), cache[used].double(), table, lens[row : row + 1])
+        own = q[row * width : (row + 1) * width].double(), cache[used].double(), table, lens[row : row + 1], starts
         rows.append(reference.paged_decode_attention_reference(*own, scale=scale))
     return (torch.cat(rows),)
 

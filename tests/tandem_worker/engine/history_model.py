@@ -42,6 +42,7 @@ class HistoryModel:
         self.embedding: EmbeddingSpec | None = None
         self.is_one_call = False
         self.inexact: str | None = "its rows are exact, but most tests count its steps"
+        self.exact_rows = 1
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []
         self.num_tokens = 0
@@ -62,8 +63,7 @@ class HistoryModel:
             layer.view(-1)[batch.slot_mapping] = value
             if batch.on_layer is not None:
                 batch.on_layer(index)
-        lengths = torch.tensor(batch.query_lens_host)
-        sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[batch.logits_rows]
+        sequence_of = batch.find_sequence_ids()[batch.logits_rows]
         tables = batch.block_tables[sequence_of].long()
         tokens, fingerprints = (layer[tables].flatten(1) for layer in kv_cache.layers)
         positions = torch.arange(tokens.shape[1])

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tandem_api.launch import SpeculativeConfig
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
 
 from tests.tandem_worker.engine.execute.test_cuda_graphs import CallAgain, PaddedModel
 from tests.tandem_worker.engine.rig import Rig
 from tests.tandem_worker.engine.test_ahead import LateCopier
+from tests.tandem_worker.engine.test_speculation import Knowing, answers_of, replace_guesser
 
 VOCAB = 64
 LIMITS = {"max_batch_tokens": 24, "max_running_requests": 7}
@@ -51,14 +53,31 @@ def random_request(rng: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]
 
 
 @pytest.mark.parametrize("host_blocks", [0, 20])
-@pytest.mark.parametrize("seed", range(4))
-def test_answers_are_the_plain_engines(make_rig: Callable[..., Rig], seed: int, host_blocks: int) -> None:
+@pytest.mark.parametrize("guesses", ["none", "fixed", "adaptive"])
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_the_plain_engines(make_rig: Callable[..., Rig], seed: int, host_blocks: int, guesses: str) -> None:
     rng = random.Random(seed)
     requests = [random_request(rng) for _ in range(30)]
     plain = make_rig(PaddedModel(), num_blocks=200)
-    rig = make_rig(PaddedModel(), num_blocks=40, host_blocks=host_blocks, scheduler=LIMITS, runs_ahead=True)
+    method = "Off" if guesses == "none" else "Lookup"
+    rig = make_rig(
+        PaddedModel(), num_blocks=40, host_blocks=host_blocks, scheduler=LIMITS, runs_ahead=True,
+        speculative=SpeculativeConfig(method=method, adaptive=guesses == "adaptive", max_tokens=5),
+    )  # fmt: skip
     recorder = switch_on(rig)
+    check, checked_at_launch = rig.engine._executor.check, 0
+
+    def count(output: Any) -> Any:
+        nonlocal checked_at_launch
+        copy = check(output)
+        checked_at_launch += copy is not None
+        return copy
+
+    rig.engine._executor.check = count
     for engine in (plain, rig):
+        if engine is rig and guesses != "none":
+            named = {f"r{number}": request for number, request in enumerate(requests)}
+            replace_guesser(rig, Knowing(answers_of(plain, named)))
         for number, (prompt, options) in enumerate(requests):
             engine.submit(f"r{number}", prompt, **options)
         engine.wait()
@@ -68,4 +87,6 @@ def test_answers_are_the_plain_engines(make_rig: Callable[..., Rig], seed: int, 
             assert rig.out.tokens(name, choice) == plain.out.tokens(name, choice)
             assert rig.out.reason(name, choice) == plain.out.reason(name, choice)
     assert recorder.num_replays > 20
+    assert guesses != "fixed" or checked_at_launch > 20
+    assert guesses != "fixed" or sum(rig.engine.stats().accepted_draft_tokens_total.values()) > 20
     assert rig.engine.stats().preemptions_total > 0, "there was room for all of them"

@@ -1,4 +1,5 @@
-"""Where a model's layers are one call, tokens are handed over as the next step's call begins, and never later."""
+"""Where a model's layers are one call, tokens are handed over as the next step's call begins, and never later. So they
+are, when it is launched, where a device waits for the next step."""
 
 from __future__ import annotations
 
@@ -80,6 +81,31 @@ def test_many_streams_lose_no_token(rig: Rig) -> None:
     rig.out.wait_finished(len(prompts))
     for index, prompt in enumerate(prompts):
         assert rig.out.tokens(f"r{index}") == list(greedy_answer(prompt, 12))
+
+
+class Launched(HistoryModel):
+    """Notes how many tokens are out when a step is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count_out: Callable[[], int] = lambda: 0
+        self.out: list[int] = []
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        self.out.append(self.count_out())
+        return super().forward(batch, kv_cache)
+
+
+def test_a_device_that_waits_gets_its_next_step_before_tokens_go_out(make_rig: Callable[..., Rig]) -> None:
+    """Steps whose tokens the host reports on do not run ahead."""
+    model = Launched()
+    rig = make_rig(model=model, runs_ahead=True)
+    model.count_out = lambda: len(rig.out.tokens("r"))
+    rig.submit("r", PROMPT, max_tokens=5, num_logprobs=0)
+    rig.wait()
+    assert model.out == [0, 0, 1, 2, 3]
+    assert rig.out.tokens("r") == list(greedy_answer(PROMPT, 5))
+    assert rig.run("next", PROMPT, 3) == list(greedy_answer(PROMPT, 3)), "nothing is held back when there is no step"
 
 
 class Peer:

@@ -18,7 +18,8 @@ from tandem_api.launch import SpeculativeConfig
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText, Spelling, Word
-from tandem_worker.engine.schedule.params import TokenDelta
+from tandem_worker.engine.sample.device_sampler import DeviceSampler
+from tandem_worker.engine.schedule.params import TokenDelta, TokenLogprob
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 from tandem_worker.engine.snapshot import build_stats
@@ -313,11 +314,77 @@ def test_auto_is_off_where_answers_might_differ(
     assert make_rig(exact, speculative=off).engine.stats().guess_seconds_total is None
 
 
-@pytest.mark.parametrize("method", ["Auto", "Lookup", "Off"])
-def test_there_are_none_where_steps_are_launched_ahead(make_rig: MakeRig, method: str) -> None:
-    rig = make_rig(runs_ahead=True, speculative=SpeculativeConfig(method=method))
-    assert rig.engine.stats().guess_seconds_total is None
-    assert rig.run("r", (1, 2, 3), 8) == greedy_answer((1, 2, 3), 8)
+@pytest.mark.parametrize("method", ["Auto", "Lookup"])
+def test_auto_keeps_to_steps_in_which_rows_are_exact(make_rig: MakeRig, method: str) -> None:
+    """And a method that is asked for does not."""
+    model = HistoryModel()
+    model.exact_rows = 6
+    rig = make_rig(model, speculative=LOOKUP.model_copy(update={"method": method}))
+    prompts = {f"r{number}": tuple(range(number, number + 5)) for number in range(4)}
+    answers = {(prompt, 0): greedy_answer(prompt, 60) for prompt in prompts.values()}
+    replace_guesser(rig, Knowing(answers, lies=0.2))
+    rows: list[int] = []
+    forward = model.forward
+
+    def watch(batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        if not batch.is_decode and batch.is_decode_with_guesses:
+            rows.append(batch.token_ids.shape[0])
+        return forward(batch, kv_cache)
+
+    model.forward = watch
+    for number, (name, prompt) in enumerate(prompts.items()):
+        rig.submit(name, prompt, 60 - 10 * number)
+    rig.wait()
+    for name, prompt in prompts.items():
+        assert rig.out.tokens(name) == answers[prompt, 0][: len(rig.out.tokens(name))]
+    assert accepted(rig) > 0
+    assert (max(rows) <= 6) is (method == "Auto")
+
+
+@pytest.mark.parametrize("device_sampler", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_steps_run_ahead_until_guesses_pay(make_rig: MakeRig, adaptive: bool, device_sampler: bool) -> None:
+    requests = prompts(ALL_KINDS)
+    plain = make_rig(num_blocks=200)
+    expected = run_all(plain, requests)
+    config = LOOKUP.model_copy(update={"adaptive": adaptive})
+    rig = make_rig(num_blocks=200, speculative=config, runs_ahead=True)
+    if device_sampler:
+        rig.engine._executor.sampler = DeviceSampler(64, torch.device("cpu"))
+    replace_guesser(rig, Knowing(answers_of(plain, requests)))
+    told = run_all(rig, requests)
+    assert told.keys() == expected.keys()
+    for key, one in expected.items():
+        assert same_but_rounded(told[key], one), key
+    assert adaptive or accepted(rig) > 0
+
+
+def same_but_rounded(ours: Any, theirs: Any) -> bool:
+    """Equal, but for logprobs that another sampler has rounded."""
+    if isinstance(theirs, float):
+        return ours == pytest.approx(theirs, abs=1e-5)
+    if isinstance(theirs, dict):
+        return all(same_but_rounded(ours[key], value) for key, value in theirs.items() if key != "cached")
+    if isinstance(theirs, TokenLogprob):
+        return same_but_rounded([ours.token_id, ours.logprob, ours.top], [theirs.token_id, theirs.logprob, theirs.top])
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(same_but_rounded, ours, theirs))
+    return ours == theirs
+
+
+def test_who_has_nothing_to_guess_is_looked_at_seldom(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=200, speculative=LOOKUP, runs_ahead=True)
+
+    class Nothing(Knowing):
+        asked = 0
+
+        def propose(self, sequences: Rows[Sequence], most: Any, plan: StepPlan) -> dict[Sequence, Guess]:
+            Nothing.asked += 1
+            return {}
+
+    replace_guesser(rig, Nothing({}))
+    assert rig.run("r", (1, 2, 3), 120) == greedy_answer((1, 2, 3), 120)
+    assert 120 / 8 <= Nothing.asked <= 120 / 8 + 8
 
 
 def test_a_prediction_of_tokens_that_do_not_exist_is_refused(make_rig: MakeRig) -> None:
@@ -447,17 +514,11 @@ def test_a_lane_that_has_decoded_nothing_hides_no_figure_of_the_others(make_rig:
 
 
 @pytest.mark.parametrize(
-    ("method", "device", "runs_ahead", "inexact"),
-    [
-        ("Off", "cpu", False, None),
-        ("Auto", "cpu", False, "of its sums"),
-        ("Lookup", "cuda", True, None),
-        pytest.param("Lookup", "cuda", False, "of its sums", id="a group on GPUs"),
-    ],
+    ("method", "inexact", "embedding"), [("Off", None, None), ("Auto", "of its sums", None), ("Lookup", None, "mean")]
 )
-def test_why_nobody_guesses_is_documented(method: Any, device: str, runs_ahead: bool, inexact: str | None) -> None:
-    model: Any = SimpleNamespace(embedding=None, device=torch.device(device), inexact=inexact)
-    why = find_obstacle(SpeculativeConfig(method=method), model, runs_ahead=runs_ahead)
+def test_why_nobody_guesses_is_documented(method: Any, inexact: str | None, embedding: str | None) -> None:
+    model: Any = SimpleNamespace(embedding=embedding, inexact=inexact, exact_rows=1)
+    why = find_obstacle(SpeculativeConfig(method=method), model)
     assert why is not None
     assert f"| {why.partition(',')[0]} |" in (DOCS / "speculation.md").read_text()
 

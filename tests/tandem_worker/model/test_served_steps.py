@@ -48,6 +48,22 @@ def test_a_recorded_step_gives_an_eager_ones_logits(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", CASES)
+def test_a_recorded_step_with_guesses_gives_an_eager_ones_logits(
+    family: str, device: str, save_random_model: Any, tmp_path: Path
+) -> None:
+    """The rows of one recording belong to one sequence, to several, to each its own, and to padding."""
+    dtype = exact_type(family)
+    model = load(family, device, dtype, save_random_model, tmp_path)
+    widths = [[8], [3, 1, 4], [1] * 8, [5], [2, 1], [1], [3, 3, 1]]
+    contexts = [[60, 17, 5, 33, 9, 12, 1, 20][: len(rows)] for rows in widths]
+    for found in compare_recorded(model, contexts, max_context=64, widths=widths):
+        assert found.error < LIMITS[dtype], found
+        assert found.repeats
+        assert found.flips == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", CASES)
 def test_an_answer_is_the_same_eager_recorded_and_ahead(
     family: str, device: str, save_random_model: Any, tmp_path: Path
 ) -> None:
@@ -64,6 +80,14 @@ def test_an_answer_is_the_same_eager_recorded_and_ahead(
     if exact_type(family) is torch.bfloat16:
         apart = find_divergences(model, prompts, ways[False, False], ways[True, False])
         assert all(each.is_tie for each in apart), apart
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_few_rows_are_exact_where_no_product_is_cublas(family: str, save_random_model: Any, tmp_path: Path) -> None:
+    """Which scores experts, and brings latents in and out."""
+    model = load(family, "cpu", torch.bfloat16, save_random_model, tmp_path)
+    assert model.exact_rows == (1 if exact_type(family) is torch.float32 else 32)
+    assert model.inexact is not None
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -169,7 +169,7 @@ class Scheduler:
             self._readmit(now)
         seed, known = demand.affinity, NOTHING
         if demand.prefix or demand.prompt_tokens >= SLACK_TOKENS or self.estimator.unseen_hits:
-            seed, known = self._look_up(demand)
+            seed, known = self._look_up(demand, now)
         if not seed:
             self._turn += 1
         canary = self.canary is not None and self._decide_side(demand, seed)
@@ -185,7 +185,7 @@ class Scheduler:
                     return choice
         return None
 
-    def _look_up(self, demand: Demand) -> tuple[int, Known]:
+    def _look_up(self, demand: Demand, now: float) -> tuple[int, Known]:
         """The seed of the session, which follows from the prompt where nothing names it; and where the prompt is."""
         chain, seed = demand.prefix, demand.affinity
         cached: dict[Endpoint, int] = {}

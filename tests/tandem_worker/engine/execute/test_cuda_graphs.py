@@ -13,7 +13,7 @@ from tandem_worker.engine.execute.cuda_graphs import DecodeGraphs, plan_batch_si
 from tandem_worker.model.contract import allocate_kv_cache
 
 from bench.gpu.random_model import SMALL, build_random_model
-from bench.gpu.steps import compare_recorded
+from bench.gpu.steps import build_decode_batch, compare_recorded
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig
 
@@ -167,3 +167,18 @@ def test_a_recorded_step_of_a_real_model_reads_new_content(device: str) -> None:
         assert found.error < 1.2e-2
         assert found.repeats
         assert found.flips == 0
+
+
+def test_few_rows_are_not_padded_beyond_those_that_are_exact() -> None:
+    """While the sizes between are still to be recorded, such a step runs unrecorded."""
+    model = build_random_model(SMALL, torch.device("cpu"))
+    assert model.exact_rows == 32
+    cache = allocate_kv_cache(model.kv_cache_spec(16), 50, model.device)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, cache, max_blocks=1, batch_sizes=[1, 8, 40], recorder=CallAgain())
+        ran = {}
+        for rows in (1, 5, 9, 33, 40):
+            tables = torch.arange(1, rows + 1)[:, None]
+            batch = build_decode_batch(model, tables, [3] * rows, torch.Generator())
+            ran[rows] = graphs.run(batch) is not None
+    assert ran == {1: True, 5: True, 9: False, 33: True, 40: True}

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS, choose_lengths
-from tandem_worker.engine.guess.contract import Source
-from tandem_worker.engine.guess.costs import ROWS_PER_PASS, StepCosts
+from tandem_worker.engine.guess.contract import Guess, Source
+from tandem_worker.engine.guess.costs import ON_CPU, ON_GPU, StepCosts
 from tandem_worker.engine.guess.rates import Luck, Rates
 from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
 from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.engine.schedule.request import SequenceState
 
 CHANCES = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -78,11 +79,11 @@ def test_costs_are_learned_from_steps_on_a_machine_of_any_speed() -> None:
         costs = StepCosts()
         for _ in range(6000):
             rows = generator.choice((1, 1, 2, 4, 7, 9, 16, 24))
-            true = scale * (1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1))
+            true = scale * (1 + row * (rows - 1) + more * (-(-rows // ON_CPU.rows_per_pass) - 1))
             noise = 5.0 if generator.random() < 0.05 else generator.uniform(0.97, 1.03)
             costs.learn(rows, true * noise)
         for rows in (2, 6, 9, 24):
-            true = 1 + row * (rows - 1) + more * (-(-rows // ROWS_PER_PASS) - 1)
+            true = 1 + row * (rows - 1) + more * (-(-rows // ON_CPU.rows_per_pass) - 1)
             assert costs.relative(rows) == pytest.approx(true, rel=0.05)
     assert StepCosts().predict(3) is None
 
@@ -112,6 +113,8 @@ class Slow:
 
 class Choice:
     most_guesses = 4
+    sampler_state = None
+    state = SequenceState.RUNNING
 
 
 def decodes(count: int) -> StepPlan:
@@ -131,6 +134,51 @@ def test_what_guesses_of_a_step_that_failed_took_is_no_part_of_the_next_one() ->
     assert speculator.without_guesses(later, 0.75) == pytest.approx(0.25)
     speculator.record(later, {}, 0.75)
     assert speculator.costs.predict(2) == pytest.approx(0.25)
+
+
+class Offering:
+    """A guesser whose guesses are right with a given chance, as it says."""
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.asked = 0
+
+    def propose(self, sequences: Any, most: Any, plan: StepPlan) -> dict[Any, Guess]:
+        self.asked += 1
+        return {one: Guess((1,) * most[one], Source.TEXT, (self.chance,) * most[one]) for one in sequences}
+
+    def forget(self, sequence: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("lost", "chance", "worth"), [(0.05, 0.3, True), (0.6, 0.3, False), (0.6, 0.9, True)])
+def test_what_running_ahead_saves_is_learned_and_decides(lost: float, chance: float, worth: bool) -> None:
+    """Steps with guesses take as much longer as the host needs between them."""
+    guesser, costs = Offering(chance), StepCosts(ON_GPU)
+    speculator = Speculator(guesser, SpeculationSettings(), max_rows=64, runs_ahead=True, costs=costs, wall=lambda: 0.0)
+    true = StepCosts(ON_GPU)
+    for number in range(400):
+        plan = decodes(2)
+        if number % 2:
+            plan.guesses = dict.fromkeys(plan.decodes, (1, 1))
+            speculator._sources = dict.fromkeys(plan.decodes, Source.TEXT)
+        speculator.record(plan, {}, 0.004 * true.relative(plan.num_tokens) * (1 + lost * bool(plan.guesses)))
+    assert speculator._ahead == pytest.approx(lost, abs=0.05)
+    with_guesses = decodes(2)
+    with_guesses.guesses = dict.fromkeys(with_guesses.decodes, (1, 1))
+    plain = speculator.without_guesses(with_guesses, 0.004 * true.relative(6) * (1 + lost))
+    assert plain == pytest.approx(0.004 * true.relative(2), rel=0.05)
+    assert speculator.is_worth_waiting(decodes(2)) is worth
+    assert bool(speculator.plan(decodes(2), 16)) is worth
+
+
+def test_nobody_asks_for_guesses_that_have_no_room() -> None:
+    """A GPU's host has no time to lose."""
+    guesser = Offering(0.9)
+    speculator = Speculator(guesser, SpeculationSettings(), max_rows=256, most_rows=32, runs_ahead=True)
+    assert speculator.plan(decodes(32), 100) == {}
+    assert not speculator.is_worth_waiting(decodes(40))
+    assert guesser.asked == 0
+    assert sum(map(len, speculator.plan(decodes(30), 100).values())) <= 2
 
 
 def test_rates_are_learned_by_source_and_length() -> None:

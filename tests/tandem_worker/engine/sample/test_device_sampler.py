@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.engine.sample.contract import NO_TOKEN
+from tandem_worker.engine.sample.contract import NO_TOKEN, CheckedRows
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
+from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.request import Sequence
 
 from tests.tandem_worker.engine.sample.test_host_sampler import VOCAB, Forbidding, build_sequence, random_logits
@@ -54,6 +55,93 @@ def answers(sampler: Any, options: list[dict[str, Any]], num_steps: int) -> list
 @given(options=st.lists(OPTIONS, min_size=1, max_size=4))
 def test_both_samplers_choose_the_same_tokens(options: list[dict[str, Any]]) -> None:
     assert answers(sampler(), options, 5) == answers(HostSampler(), options, 5)
+
+
+def check_at_once(device: DeviceSampler, logits: torch.Tensor, checked: list[CheckedRows]) -> list[int]:
+    """Take in what is accepted, and say how many tokens each sequence got."""
+    tokens = device.choose_checked(logits, checked).tolist()
+    taken: list[int] = []
+    for each in checked:
+        own, tokens = tokens[: 1 + len(each.guesses)], tokens[1 + len(each.guesses) :]
+        right = next((at for at, pair in enumerate(zip(own, each.guesses, strict=False)) if pair[0] != pair[1]), None)
+        accepted = own[: len(own) if right is None else right + 1]
+        each.sequence.output.extend(accepted)
+        taken.append(len(accepted))
+    return taken
+
+
+def one_by_one(logits: torch.Tensor, checked: list[CheckedRows], taken: list[int]) -> None:
+    """The same by the host's sampler, which knows nothing of guesses."""
+    host = HostSampler()
+    for each, count in zip(checked, taken, strict=True):
+        for place in range(count):
+            row = logits[each.row + place : each.row + place + 1]
+            each.sequence.output += host.choose_tokens(row, [each.sequence]).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    options=st.lists(OPTIONS, min_size=1, max_size=4),
+    steps=st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=5),
+    luck=st.floats(0, 1),
+    generator=st.randoms(use_true_random=False),
+    gap=st.integers(0, 2),
+)
+def test_guesses_checked_at_once_give_the_tokens_of_one_by_one(
+    options: list[dict[str, Any]], steps: list[list[int]], luck: float, generator: Any, gap: int
+) -> None:
+    """Also with steps without guesses between them, and rows of others between those of the sequences."""
+    device = sampler()
+    ours, theirs = ([build_sequence(choice=row, **each) for row, each in enumerate(options)] for _ in range(2))
+    for number, widths in enumerate(steps):
+        rows = [1 + count for count in widths[: len(ours)]]
+        starts = [sum(rows[:index]) + index * gap for index in range(len(rows))]
+        logits = random_logits(starts[-1] + rows[-1] + gap, number)
+        peeked = [list(sequence.output) for sequence in ours]
+        guesses = [guess_some(logits[at:], sequence, count - 1, luck, generator) for at, sequence, count in
+                   zip(starts, theirs, rows, strict=True)]  # fmt: skip
+        assert [list(sequence.output) for sequence in theirs] == peeked, "guessing changes nothing"
+        taken = check_at_once(device, logits, list(map(CheckedRows, ours, starts, guesses)))
+        one_by_one(logits, list(map(CheckedRows, theirs, starts, guesses)), taken)
+        assert [sequence.output for sequence in ours] == [sequence.output for sequence in theirs]
+        if generator.random() < 0.3:
+            plain = random_logits(len(ours), 100 + number)
+            for sequences, each in ((ours, device), (theirs, HostSampler())):
+                tokens = each.choose_tokens(plain, sequences).tolist()
+                for sequence, token in zip(sequences, tokens, strict=True):
+                    sequence.output.append(token)
+            assert [sequence.output for sequence in ours] == [sequence.output for sequence in theirs]
+
+
+def guess_some(logits: torch.Tensor, sequence: Sequence, count: int, luck: float, generator: Any) -> tuple[int, ...]:
+    """What comes next, as far as luck goes."""
+    known, host, guesses = len(sequence.output), HostSampler(), []
+    twin = build_sequence(list(sequence.output), choice=sequence.choice)
+    twin.sampler_state = SamplingState(sequence.sampler_state.params, frozenset([2]))
+    for place in range(count):
+        token = int(host.choose_tokens(logits[place : place + 1], [twin])[0])
+        guesses.append(token if generator.random() < luck else generator.randrange(VOCAB))
+        twin.output.append(guesses[-1])
+    assert len(sequence.output) == known
+    return tuple(guesses)
+
+
+def test_checking_guesses_needs_no_new_parameters() -> None:
+    device = sampler()
+    sequences = [build_sequence(choice=row, frequency_penalty=0.2, temperature=0.0) for row in range(3)]
+    step(device, sequences)
+    for number in range(5):
+        logits = random_logits(12, number)
+        assert check_at_once(device, logits, [CheckedRows(s, 4 * i, (1, 2, 3)) for i, s in enumerate(sequences)])
+        step(device, sequences)
+    assert device.num_rebuilt == 1
+
+
+def test_a_minimum_length_that_ends_among_the_guesses() -> None:
+    device, sequence = sampler(), build_sequence(temperature=0.0, min_tokens=2)
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 2] = 9.0  # a stop token
+    assert device.choose_checked(logits, [CheckedRows(sequence, 0, (0, 0, 2))]).tolist() == [0, 0, 2, 2]
 
 
 BOTH = [pytest.param(HostSampler(), id="host"), pytest.param(DeviceSampler(VOCAB, CPU), id="device")]

@@ -94,3 +94,20 @@ def wide():
         return converted[0] if len(converted) == 1 else converted
 
     return convert
+
+
+@pytest.fixture
+def rows_alike(monkeypatch):
+    """A tile's rows are multiplied each in the same way, as tensor cores do it. The interpreter leaves products to
+    numpy, whose BLAS rounds a row by its place in the tile."""
+    if not INTERPRETING:
+        return
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def multiply(self, a, b, d, input_precision, max_num_imprecise_acc):
+        del self, input_precision, max_num_imprecise_acc
+        rows = [np.matmul(row[None], b.data, dtype=d.data.dtype) for row in a.data]
+        return interpreter.TensorHandle(np.concatenate(rows) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply)

@@ -61,6 +61,78 @@ def test_a_row_has_the_same_bits_in_every_batch_and_table(paged, randn, half_dty
         assert torch.equal(alone[0], together[row]), f"{length} keys"
 
 
+def describe_rows(widths, device):
+    """`query_start` and `sequence_ids` of sequences with so many tokens each."""
+    starts = torch.tensor([0, *widths]).cumsum(0).to(torch.int32)
+    ids = torch.arange(len(widths), dtype=torch.int32).repeat_interleave(torch.tensor(widths))
+    return starts.to(device), ids.to(device)
+
+
+@pytest.mark.parametrize("num_splits", [3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_with_guesses_behind_them(paged, randn, wide, assert_matches, device, half_dtype, num_splits, options):
+    """Several tiles of a sequence, parts of one, no room for the tokens before them, and a sequence without tokens."""
+    widths = [1, 9, 5, 0, 2]
+    cache, tables, lens = paged([33, 70, 5, 0, 41], 2, 64, half_dtype)
+    rows = describe_rows(widths, device)
+    q = randn(sum(widths), 6, 64, dtype=half_dtype)
+    options = {**options, "sinks": randn(6) if options.get("sinks") else None}
+    expected = reference.paged_decode_attention_reference(*wide(q, cache), tables, lens, *rows, scale=0.125, **options)
+    actual = kernels.paged_decode_attention(
+        q, cache, tables, lens, *rows, scale=0.125, num_splits=num_splits, **options
+    )
+    assert_matches(actual, expected)
+
+
+@pytest.mark.usefixtures("rows_alike")
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((2, 1), {"sinks": True}), ((2, 1), {"window": 300}), ((2, 1), {"chunk": 256}), ((2, 1), {"num_splits": 3}),
+        ((6, 1), {"window": 128}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_guess_has_the_bits_of_a_decoded_token(paged, randn, device, half_dtype, options, heads):
+    """Around the ends of tiles, splits, windows and chunks; with and without others in the tile and in the step."""
+    widths, lengths = [9, 1, 4], [261, 40, 515]
+    cache, tables, lens = paged(lengths, heads[1], 32, half_dtype)
+    starts, ids = describe_rows(widths, device)
+    q = randn(sum(widths), heads[0], 32, dtype=half_dtype)
+    options = {"scale": 0.2, **options, "sinks": randn(heads[0]) if options.get("sinks") else None}
+    together = kernels.paged_decode_attention(q, cache, tables, lens, starts, ids, **options)
+    places = torch.arange(len(q), device=device) - starts[ids.long()]
+    contexts = (lens - torch.tensor(widths, device=device))[ids.long()] + places + 1
+    decoded = kernels.paged_decode_attention(q, cache, tables[ids.long()], contexts.int(), **options)
+    assert torch.equal(decoded, together)
+    first = widths[0]
+    alone = kernels.paged_decode_attention(
+        q[:first], cache, tables[:1], lens[:1], *describe_rows([first], device), **options
+    )
+    assert torch.equal(alone, together[:first])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("rows_alike")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 400)), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (3, 1), (8, 2)]),
+    window=st.none() | st.integers(1, 70),
+    chunk=st.none() | st.integers(1, 70),
+)
+def test_guesses_have_the_bits_of_decoded_tokens_anywhere(paged, randn, device, rows, heads, window, chunk):
+    widths, lengths = [width for width, _ in rows], [width + before for width, before in rows]
+    cache, tables, lens = paged(lengths, heads[1], 16, torch.float32)
+    starts, ids = describe_rows(widths, device)
+    q = randn(sum(widths), heads[0], 16)
+    options = {"scale": 0.2, "window": window, "chunk": chunk}
+    together = kernels.paged_decode_attention(q, cache, tables, lens, starts, ids, **options)
+    ends = starts[1:][ids.long()]
+    contexts = lens[ids.long()] - (ends - 1 - torch.arange(len(q), device=device))
+    assert torch.equal(kernels.paged_decode_attention(q, cache, tables[ids.long()], contexts, **options), together)
+
+
 @pytest.mark.parametrize(("heads", "head_dim", "block_size"), [((9, 3), 64, 16), ((4, 4), 80, 32), ((16, 1), 128, 8)])
 def test_decode_attention_shapes(paged, randn, wide, assert_matches, dtype, heads, head_dim, block_size):
     cache, tables, lens = paged([37, 9], heads[1], head_dim, dtype, block_size)
@@ -129,5 +201,7 @@ def test_attention_refuses_what_it_would_misread(paged, randn):
         kernels.paged_decode_attention(randn(1, 2, 32, dtype=torch.float16), cache, tables, lens, scale=1.0)
     with pytest.raises(TypeError, match="block_tables must be int32"):
         kernels.paged_decode_attention(randn(1, 2, 32), cache, tables.long(), lens, scale=1.0)
+    with pytest.raises(ValueError, match="query_start and sequence_ids must be given both"):
+        kernels.paged_decode_attention(randn(1, 2, 32), cache, tables, lens, lens, scale=1.0)
     with pytest.raises(ValueError, match=r"query_start must have shape \[2\]"):
         kernels.paged_prefill_attention(randn(1, 2, 32), cache, tables, lens, lens, scale=1.0)

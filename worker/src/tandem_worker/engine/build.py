@@ -22,7 +22,7 @@ from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_cache import HostCache
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
-from tandem_worker.engine.speculation import build_speculators
+from tandem_worker.engine.speculation import build_speculators, count_logits_rows
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM, allocate_kv_cache, has_head
@@ -89,7 +89,7 @@ def build_engine(
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
-        executor.record_graphs(num_now=1)
+        executor.record_graphs(num_now=1, max_rows=count_logits_rows(config.speculative, max_rows))
     draftings: list[Drafting] = []
     if has_head(model):
         from tandem_worker.engine.drafting import Drafting
@@ -126,9 +126,8 @@ def _plan_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | N
         return num_blocks
     block_size = config.kv.block_size
     longest = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
-    recorded = measure_recordings(
-        model, max_rows=config.scheduler.max_running_requests, max_model_len=longest, block_size=block_size
-    )
+    rows = count_logits_rows(config.speculative, config.scheduler.max_running_requests)
+    recorded = measure_recordings(model, max_rows=rows, max_model_len=longest, block_size=block_size)
     logger.info("memory is set aside for recorded decode steps", extra={"gib": round(recorded / 2**30, 3)})
     return observe_num_blocks(model, config, arena_bytes + recorded)
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem_worker.engine.block_reports import PeerPrompts
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.engine.execute.batch import LogitsLayout
-from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.execute.batch import LogitsLayout, list_checked
+from tandem_worker.engine.execute.executor import ModelExecutor, may_check_at_once
 from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome, join_deltas
 from tandem_worker.engine.remote_prefills import RemotePrefills
-from tandem_worker.engine.sample.contract import NO_TOKEN
+from tandem_worker.engine.sample.contract import NO_TOKEN, CheckedRows
 from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.pooling import Pool
 from tandem_worker.engine.schedule.meter import Totals
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from tandem_worker.engine.drafting import Drafting
 
 logger = logging.getLogger(__name__)
+
+
+def count_right(guesses: Items[int], tokens: Items[int]) -> int:
+    """Guesses before the first one that is none of its place in `tokens`."""
+    pairs = enumerate(zip(guesses, tokens, strict=False))
+    return next((place for place, (guess, token) in pairs if guess != token), len(guesses))
+
 
 _NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
 
@@ -122,8 +130,10 @@ class OutputProcessor:
 
     # -- logits to tokens ----------------------------------------------------------------------------------------
 
-    def accept_step(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
-        """What a step has computed: scores and vectors of prompts, the next tokens, and the guesses among them."""
+    def accept_step(self, layout: LogitsLayout, logits: torch.Tensor, checked: list[int] | None = None) -> None:
+        """What a step has computed: scores and vectors of prompts, the next tokens, and the guesses among them.
+
+        `checked`: tokens at all places, where they were chosen at launch."""
         for chunk, first in layout.scored:
             rows = logits[first : first + chunk.length]
             if chunk.sequence.request.pooling is not None:
@@ -131,11 +141,61 @@ class OutputProcessor:
             else:
                 self._score_chunk(chunk.sequence, chunk.start, rows)
         first = len(self.deltas)
-        if layout.sequences:
-            self.accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
         if layout.waves:
-            self._check_guesses(layout, logits)
+            self._accept_guessed(layout, logits, checked)
             self.deltas[first:] = join_deltas(self.deltas[first:])
+        elif layout.sequences:
+            self.accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
+
+    def _accept_guessed(self, layout: LogitsLayout, logits: torch.Tensor, tokens: list[int] | None) -> None:
+        """The next tokens of a step with guesses, all at once or wave by wave."""
+        sampler = self._executor.sampler
+        if tokens is not None or (sampler.checks_at_once and self._drafting is None):
+            checked = list_checked(layout)
+            if tokens is None and may_check_at_once(sampler, checked):
+                tokens = sampler.choose_checked(logits, checked).tolist()
+            if tokens is not None:
+                self._accept_checked(checked, logits, tokens)
+                return
+        self.accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
+        self._check_guesses(layout, logits)
+
+    def _accept_checked(self, checked: list[CheckedRows], logits: torch.Tensor, tokens: list[int]) -> None:
+        """`tokens` are those at the places of `checked`: deliver each sequence's up to the first that was guessed
+        otherwise, or ends it."""
+        logprobs = self._score_checked(checked, logits, tokens)
+        first = 0
+        for each in checked:
+            sequence = each.sequence
+            for place in range(1 + count_right(each.guesses, tokens[first:])):
+                if sequence.state is not SequenceState.RUNNING:
+                    break
+                if place:
+                    self._scheduler.confirm(sequence)
+                    self.right[sequence] += 1
+                self._accept_token(sequence, tokens[first + place], logprobs.get(first + place))
+            first += 1 + len(each.guesses)
+
+    def _score_checked(
+        self, checked: list[CheckedRows], logits: torch.Tensor, tokens: list[int]
+    ) -> dict[int, TokenLogprob]:
+        """Logprobs of the tokens, by their place among `tokens`; of those that may be accepted and ask for them."""
+        places: list[int] = []
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        first = 0
+        for each in checked:
+            if each.sequence.sampler_state.params.num_logprobs is not None:
+                count = 1 + count_right(each.guesses, tokens[first:])
+                places += range(first, first + count)
+                rows += range(each.row, each.row + count)
+                sequences += [each.sequence] * count
+            first += 1 + len(each.guesses)
+        if not rows:
+            return {}
+        chosen = [tokens[place] for place in places]
+        scored = self._executor.sampler.compute_logprobs(logits[rows], sequences, chosen)
+        return {places[index]: logprob for index, logprob in scored.items()}
 
     def _check_guesses(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
         """Go on with the choices whose next token was guessed, wave by wave: for each it is as one step more.

@@ -113,6 +113,8 @@ class StepRunner:
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
+        self.holds_back = False
+        """The device waits for the next step: what is to be delivered waits until it is launched."""
         scheduler.hooks.make_moves = self._make_moves
         scheduler.hooks.fetch_tokens = self._count_fetch_tokens
         if scheduler.host is not None:
@@ -123,7 +125,7 @@ class StepRunner:
         self.speculator = speculator
         self._drafting = drafting
         if speculator is not None:
-            scheduler.hooks.guess = speculator.plan if drafting is None else self._guess_with_head
+            scheduler.hooks.guess = self._guess if drafting is None else self._guess_with_head
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -167,9 +169,13 @@ class StepRunner:
 
     def step(self) -> bool:
         """Launch a step, and finish the one before it or itself. False: nothing can be done until a command comes."""
+        awaited = self._await_tokens()
         step = self.begin_step()
         if step is not None:
             self.launch_step(step)
+        if step is not None and self.outputs.deltas and (step.chosen is None or self.holds_back):
+            self._hand_over()  # while it is computed
+        self.holds_back = False
         before, self._under_way = self._under_way, None
         if before is not None:
             self._end_step(before)
@@ -177,9 +183,25 @@ class StepRunner:
             if self.outputs.deltas:
                 self._hand_over()
             self._end_step(step)
+            self.holds_back = self._runs_ahead
         else:
             self._under_way = step
-        return step is not None or before is not None
+        return awaited or step is not None or before is not None
+
+    def _await_tokens(self) -> bool:
+        """Finish the step under way where guesses behind its tokens promise more than running ahead of it does;
+        whether that was done."""
+        before = self._under_way
+        if before is None or self.speculator is None or not self.speculator.is_worth_waiting(before.plan):
+            return False
+        self._under_way = None
+        self._end_step(before)
+        return True
+
+    def _guess(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
+        """As `Hooks.guess`: what comes behind tokens that are still to be chosen is not guessed."""
+        assert self.speculator is not None
+        return {} if self._under_way is not None else self.speculator.plan(plan, budget)
 
     def _end_step(self, step: PendingStep) -> None:
         self.finish_step(step)
@@ -217,6 +239,8 @@ class StepRunner:
             step.output = self.executor.run(step.plan, step.on_layer)
             if self._runs_ahead and not step.plan.lockstep:
                 step.chosen = self.executor.choose(step.output)
+            elif self._runs_ahead and step.plan.guesses:
+                step.checked = self.executor.check(step.output)
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -225,7 +249,10 @@ class StepRunner:
     def finish_step(self, step: PendingStep) -> None:
         """Deliver a launched step's tokens, or end the requests that it could not compute."""
         plan, output = step.plan, step.output
-        if step.chosen is None:
+        checked: list[int] | None = None
+        if step.checked is not None and step.error is None:
+            checked = step.checked.wait().tolist()
+        elif step.chosen is None:
             # Its tokens, if it has any, would wait too. An abandoned step or a part of a prompt has none, and its
             # blocks may be let go of next: the device must not write to them when they are another's.
             self.executor.settle()
@@ -242,7 +269,7 @@ class StepRunner:
             if self._drafting is not None:
                 self._drafting.keep(plan, output.layout)
             self.scheduler.complete(plan)
-            self.outputs.accept_step(output.layout, output.logits)
+            self.outputs.accept_step(output.layout, output.logits, checked)
         else:
             tokens = step.chosen.wait().tolist()
             self.scheduler.complete(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tandem_worker.engine.guess.costs import StepCosts
+from tandem_worker.engine.guess.costs import ON_CPU, ON_GPU, StepCosts
 from tandem_worker.engine.guess.history import History
 from tandem_worker.engine.guess.lookup import LookupGuesser
 from tandem_worker.engine.guess.speculator import SpeculationSettings, Speculator
@@ -29,13 +29,13 @@ def build_speculators(
     model: CausalLM,
     draftings: Rows[Drafting] = (),
     *,
-    runs_ahead: bool,
+    runs_ahead: bool = False,
     num_lanes: int,
     max_rows: int,
 ) -> list[Speculator]:
     """One for each lane, which has texts and a history of its own; none where there are no guesses, and the log says
     why. `draftings`: one for each lane, where the model has a draft head."""
-    why = find_obstacle(config, model, runs_ahead=runs_ahead)
+    why = find_obstacle(config, model)
     if why is not None:
         level = logging.INFO if config.method in {"Auto", "Off"} else logging.WARNING
         logger.log(level, "speculation is off", extra={"method": config.method, "why": why})
@@ -47,14 +47,52 @@ def build_speculators(
             "max_tokens": config.max_tokens,
             "adaptive": config.adaptive,
         }
-        | ({} if model.inexact is None else {"answers": f"may differ in ties of logits: {model.inexact}"}),
+        | _describe_exactness(config, model),
     )
     config = config.model_copy(update={"history_bytes": config.history_bytes // num_lanes})
-    return [_build_speculator(config, drafting, max_rows) for drafting in draftings or [None] * num_lanes]
+    on_gpu = model.device.type == "cuda"
+    return [
+        _build_speculator(
+            config,
+            drafting,
+            StepCosts(ON_GPU if on_gpu else ON_CPU),
+            max_rows=count_logits_rows(config, max_rows),
+            most_rows=model.exact_rows if keeps_exact(config, model) else None,
+            runs_ahead=runs_ahead,
+        )
+        for drafting in draftings or [None] * num_lanes
+    ]
 
 
-def _build_speculator(config: SpeculativeConfig, drafting: Drafting | None, max_rows: int) -> Speculator:
-    costs = StepCosts()
+def count_logits_rows(config: SpeculativeConfig, max_running: int) -> int:
+    """Rows of logits that a step may have, for which memory is to be set aside: of all sequences that run, or of one
+    with all its guesses where those are more."""
+    return max_running if config.method == "Off" else max(max_running, config.max_tokens + 1)
+
+
+def keeps_exact(config: SpeculativeConfig, model: CausalLM) -> bool:
+    """Whether guesses are in steps alone in which each row has the bits that it has alone."""
+    return config.method == "Auto" and model.inexact is not None
+
+
+def _describe_exactness(config: SpeculativeConfig, model: CausalLM) -> dict[str, str]:
+    """For the log: what is promised where a row's bits may depend on its company."""
+    if model.inexact is None:
+        return {}
+    if keeps_exact(config, model):
+        return {"answers": f"are those without it: there are guesses in steps of up to {model.exact_rows} rows alone"}
+    return {"answers": f"may differ in ties of logits: {model.inexact}"}
+
+
+def _build_speculator(
+    config: SpeculativeConfig,
+    drafting: Drafting | None,
+    costs: StepCosts,
+    *,
+    max_rows: int,
+    most_rows: int | None,
+    runs_ahead: bool,
+) -> Speculator:
     history = History(config.history_bytes) if config.history_bytes and config.method != "Draft" else None
 
     def measure_bytes() -> int:
@@ -63,7 +101,9 @@ def _build_speculator(config: SpeculativeConfig, drafting: Drafting | None, max_
     return Speculator(
         _build_guesser(config, history, drafting, costs if config.adaptive else None),
         SpeculationSettings(max_tokens=config.max_tokens, adaptive=config.adaptive),
-        max_rows=max(max_rows, config.max_tokens + 1),
+        max_rows=max_rows,
+        most_rows=most_rows,
+        runs_ahead=runs_ahead,
         may_guess=_may_guess,
         measure_bytes=measure_bytes,
         costs=costs,
@@ -87,16 +127,12 @@ def _may_guess(sequence: Sequence) -> bool:
     return is_quick(sequence.sampler_state)
 
 
-def find_obstacle(config: SpeculativeConfig, model: CausalLM, *, runs_ahead: bool) -> str | None:
+def find_obstacle(config: SpeculativeConfig, model: CausalLM) -> str | None:
     """Why this engine does not guess, as a part of a sentence; None where it does."""
     if config.method == "Off":
         return "it is not asked for"
     if model.embedding is not None:
         return "the model generates no text"
-    if runs_ahead:
-        return "steps are launched before the tokens that guesses would follow are known"
-    if model.device.type != "cpu":  # of a group, whose steps do not run ahead
-        return "guesses are not checked on GPUs yet"
-    if config.method == "Auto" and model.inexact is not None:
+    if config.method == "Auto" and model.inexact is not None and model.exact_rows == 1:
         return f"answers might differ from those without it, because {model.inexact}"
     return None

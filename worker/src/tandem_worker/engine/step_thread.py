@@ -56,10 +56,10 @@ class EngineTurns:
 
     def take_turn(self, busy: bool) -> bool:
         """Compute. `busy`: the turn before did. False: nothing can be done until a command comes."""
-        if not self._hands_over_within:
+        if not self._waits:
             self._hand_over()  # the first token of a prompt that another worker computed waits for no step
         busy = self.runner.step()
-        if not (busy and self._hands_over_within and self._has_deltas):
+        if not (busy and self._waits and self._has_deltas):
             self.flush()  # where only prompts are computed no token comes, and figures change all the same
         if self._executor.graphs_pending:
             busy = self._record_graph(busy) or busy
@@ -113,6 +113,11 @@ class EngineTurns:
         """Tell every lane; those that do not know the request that it is about ignore it."""
         for lane in self.runner.lanes:
             command(lane)
+
+    @property
+    def _waits(self) -> bool:
+        """What is to be delivered waits for the next step's launch."""
+        return self._hands_over_within or any(lane.holds_back for lane in self.runner.lanes)
 
     @property
     def _has_deltas(self) -> bool:

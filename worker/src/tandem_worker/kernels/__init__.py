@@ -17,8 +17,9 @@ copy_rows(pairs, source, source_column, target,            pairs [K, 2], source 
           target_column, width)
 fused_qkv_norm_rope_kv_write(qkv, cos, sin, positions,     qkv [T, (Hq + 2 Hk) D], q_norm=, k_norm= [D]  q [T, Hq, D]
                              kv_cache, slot_mapping)
-paged_decode_attention(q, kv_cache, block_tables,          q [B, Hq, D], tables [B, M]                   [B, Hq, D]
-                       context_lens, scale=)
+paged_decode_attention(q, kv_cache, block_tables,          q [T, Hq, D], tables [B, M],                  [T, Hq, D]
+                       context_lens, query_start,          query_start [B + 1], sequence_ids [T]
+                       sequence_ids, scale=)
 paged_prefill_attention(q, kv_cache, block_tables,         q [T, Hq, D], query_start [B + 1]             [T, Hq, D]
                         query_start, context_lens, scale=)
 mla_decode_attention(q, latent_cache, block_tables,        q [B, H, L + R], cache [N, S, L + R]          [B, H, L]

@@ -1,9 +1,16 @@
-"""Decode attention over paged KV with grouped query heads: one query per sequence, the context split over the device.
+"""Decode attention over paged KV with grouped query heads: a sequence's newest token and the guesses behind it, the
+context split over the device.
 
-Bound by memory: every key and value is read once. The heads of a group share one tile of queries, so a key is read
-once per KV head and not once per query head. Flash-Decoding's split over the context gives a lone sequence several
-programs. The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table; where
-a context is cut follows from its length alone, so a row has the same bits in every batch.
+Bound by memory: every key and value is read once for a tile of queries. The heads of a group share one, and so do as
+many tokens of a sequence as it has room for, so a key is read once per KV head and not once per query head.
+Flash-Decoding's split over the context gives a lone sequence several programs.
+
+The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table, and every way
+in which its tokens may belong to sequences: each token has a program, and the first token of a tile has that of all.
+
+A row has the same bits decoded, among guesses, alone and in company: the tile's shape is one for all, a row's cuts
+follow from its own context, and keys that only other rows of the tile see change nothing of it (weights of exactly 0,
+decays of exactly 1).
 """
 
 # Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
@@ -18,15 +25,32 @@ import triton
 import triton.language as tl
 
 from .attention_checks import LOG2E, cdiv, check_paged_inputs, first_visible, online_softmax
-from .checks import require_shape, result_like
+from .checks import INDEXES, require_dtype, require_rows, require_same_device, require_shape, result_like
 from .dispatch import FUSED_MATH, with_twin
 from .reference.attention import paged_decode_attention_reference
 from .split_merge import merge_splits, plan_splits, tiles_of_split
 
 
+@triton.jit
+def _find_keys(
+    context, taken, split, fewest_tiles, max_splits, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """First key and end of a split of each row, by its own context alone; of rows without any, the largest number and
+    0."""
+    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
+    first_tile = first // BLOCK_N
+    num_tiles = cdiv(context, BLOCK_N) - first_tile
+    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
+    start = first_tile + split * tiles_per_split
+    end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
+    low = tl.maximum(first, start * BLOCK_N)
+    high = tl.where(taken, tl.minimum(context, end * BLOCK_N), 0)
+    return tl.where(low < high, low, 2147483647), tl.where(low < high, high, 0)
+
+
 @triton.jit(do_not_specialize=["num_splits", "fewest_tiles", "max_splits", "stride_table"])
 def _paged_decode_attention_kernel(
-    q_ptr, cache_ptr, tables_ptr, lens_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_ptr, cache_ptr, tables_ptr, lens_ptr, starts_ptr, sequences_ptr, out_ptr, partial_ptr, lse_ptr,
     scale_log2, group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table,
     stride_out_row, stride_out_head,
@@ -35,48 +59,56 @@ def _paged_decode_attention_kernel(
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(2).to(tl.int64)
+    sequence = tl.load(sequences_ptr + token).to(tl.int64)
+    start_of_sequence = tl.load(starts_ptr + sequence).to(tl.int64)
+    end_of_sequence = tl.load(starts_ptr + sequence + 1).to(tl.int64)
+    length = tl.load(lens_ptr + sequence).to(tl.int32)
     members = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
-    heads = kv_head * group + members
-    valid = (members < group)[:, None] & (dims < head_dim)[None, :]
-    context = tl.load(lens_ptr + row).to(tl.int32)
-    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
-    first_tile = first // BLOCK_N
-    num_tiles = cdiv(context, BLOCK_N) - first_tile
-    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
-    start = first_tile + split * tiles_per_split
-    end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
+    tokens = token + members // group
+    heads = kv_head * group + members % group
+    tokens_per_tile = BLOCK_G // group
+    leads = (token - start_of_sequence) % tokens_per_tile == 0  # the others are in the tile of one before them
+    last = tl.where(leads, tl.minimum(end_of_sequence, token + tokens_per_tile), token)
+    taken = tokens < last
+    valid = taken[:, None] & (dims < head_dim)[None, :]
+    context = length - (end_of_sequence - 1 - tokens).to(tl.int32)  # the token's own key included
+    low, high = _find_keys(context, taken, split, fewest_tiles, max_splits, WINDOW, CHUNK, BLOCK_N)
+    lowest = tl.min(low, axis=0)
+    highest = tl.max(high, axis=0)
 
-    q = tl.load(q_ptr + row * stride_q_row + heads[:, None] * stride_q_head + dims[None, :], mask=valid, other=0.0)
+    q_ptrs = q_ptr + tokens[:, None] * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+    q = tl.load(q_ptrs, mask=valid, other=0.0)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_kv_head
     maximum = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     accumulated = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    for tile in range(start, end):
+    for tile in range(lowest // BLOCK_N, cdiv(highest, BLOCK_N)):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        seen = (keys < context) & (keys >= first)
-        block = tl.load(tables_ptr + row * stride_table + keys // block_size, mask=seen, other=0).to(tl.int64)
+        there = (keys < highest) & (keys >= lowest)
+        block = tl.load(tables_ptr + sequence * stride_table + keys // block_size, mask=there, other=0).to(tl.int64)
         offsets = block * stride_block + (keys % block_size) * stride_slot
         kv_ptrs = head_ptr + offsets[:, None] + dims[None, :]
-        kv_mask = seen[:, None] & (dims < head_dim)[None, :]
+        kv_mask = there[:, None] & (dims < head_dim)[None, :]
         k = tl.load(kv_ptrs, mask=kv_mask, other=0.0)
         v = tl.load(kv_ptrs + stride_kv, mask=kv_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        seen = (keys[None, :] < high[:, None]) & (keys[None, :] >= low[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         weights, decay, maximum, total = online_softmax(scores, maximum, total)
         accumulated = accumulated * decay[:, None]
         accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
 
     if SPLIT:
-        slot = (row * num_q_heads + heads) * num_splits + split
+        slot = (tokens * num_q_heads + heads) * num_splits + split
         divisor = tl.where(total > 0.0, total, 1.0)  # a split without keys: maximum, and so its lse, is -inf
-        tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=members < group)
+        tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=taken)
         parts = accumulated / divisor[:, None]
         tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], parts, mask=valid & (total > 0.0)[:, None])
     else:
         y = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
-        out_ptrs = out_ptr + row * stride_out_row + heads[:, None] * stride_out_head + dims[None, :]
+        out_ptrs = out_ptr + tokens[:, None] * stride_out_row + heads[:, None] * stride_out_head + dims[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid)
 
 
@@ -93,6 +125,8 @@ def paged_decode_attention(
     kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    query_start: torch.Tensor | None = None,
+    sequence_ids: torch.Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -101,20 +135,23 @@ def paged_decode_attention(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one new query per sequence over its paged context, the query's own key included.
+    """Causal attention of each sequence's last few tokens over its paged context, their own keys included.
 
-    q `[B, Hq, D]` bf16, fp16 or fp32; kv_cache `[N, 2, Hk, S, D]` of q's dtype, any strides with D contiguous;
-    block_tables `[B, M]` int32; context_lens `[B]` int32 or int64, 0 for padding rows, which come back as zeros; scale
-    usually D ** -0.5; `window` counts the keys a query sees, its own included; `chunk` is Llama 4's chunk length; sinks
-    `[Hq]` are gpt-oss's extra logits. -> `[B, Hq, D]`. `num_splits` divides every context among so many.
+    q `[T, Hq, D]` bf16, fp16 or fp32; kv_cache `[N, 2, Hk, S, D]` of q's dtype, any strides with D contiguous;
+    block_tables `[B, M]` int32; context_lens `[B]` int32 or int64, new tokens included, 0 for padding rows, which come
+    back as zeros; query_start `[B + 1]` int32 or int64, each sequence's first token in T; sequence_ids `[T]` int32 or
+    int64, the sequence of each token; without those two each sequence has one token. scale usually D ** -0.5; `window`
+    counts the keys a query sees, its own included; `chunk` is Llama 4's chunk length; sinks `[Hq]` are gpt-oss's extra
+    logits. -> `[T, Hq, D]`. `num_splits` divides every context among so many. Of long chunks of a prompt
+    `paged_prefill_attention` reads the keys less often.
     Raises `ValueError` for shapes, strides and ranges, `TypeError` for dtypes and devices.
     Method: FlashAttention-2 (Dao, 2023) with Flash-Decoding's split over the context.
     """
     group = check_paged_inputs(q, kv_cache, block_tables, context_lens, sinks, window, chunk)
-    require_shape("q", q, (block_tables.shape[0], None, None))
+    query_start, sequence_ids = _describe_rows(q, block_tables.shape[0], query_start, sequence_ids)
     out = result_like("out", out, tuple(q.shape), q)
-    num_rows, num_q_heads, head_dim = q.shape
-    if num_rows == 0:
+    num_tokens, num_q_heads, head_dim = q.shape
+    if num_tokens == 0:
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_n = _keys_per_tile(block_d, q.element_size())
@@ -124,10 +161,10 @@ def paged_decode_attention(
     split = num_splits > 1 or sinks is not None  # sinks join where pieces meet
     partial, lse = out, out
     if split:
-        partial = torch.empty((num_rows, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
-    _paged_decode_attention_kernel[(num_kv_heads, num_splits, num_rows)](
-        q, kv_cache, block_tables, context_lens, out, partial, lse,
+        partial = torch.empty((num_tokens, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_tokens, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
+    _paged_decode_attention_kernel[(num_kv_heads, num_splits, num_tokens)](
+        q, kv_cache, block_tables, context_lens, query_start, sequence_ids, out, partial, lse,
         scale * LOG2E, group, num_q_heads, head_dim, kv_cache.shape[3], num_splits, *cuts,
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
         WINDOW=window or 0, CHUNK=chunk or 0, SPLIT=split,
@@ -137,3 +174,22 @@ def paged_decode_attention(
     if split:
         merge_splits(partial, lse, sinks, out)
     return out
+
+
+def _describe_rows(
+    q: torch.Tensor, num_sequences: int, query_start: torch.Tensor | None, sequence_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose tokens the rows of q are: as given, or one of each sequence."""
+    if query_start is None and sequence_ids is None:
+        require_shape("q", q, (num_sequences, None, None))
+        rows = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)
+        return rows, rows
+    if query_start is None or sequence_ids is None:
+        raise ValueError("query_start and sequence_ids must be given both or not at all")
+    require_shape("query_start", query_start, (num_sequences + 1,))
+    require_shape("sequence_ids", sequence_ids, (q.shape[0],))
+    for name, index in (("query_start", query_start), ("sequence_ids", sequence_ids)):
+        require_dtype(name, index, *INDEXES)
+        require_rows(name, index)
+    require_same_device(q, query_start=query_start, sequence_ids=sequence_ids)
+    return query_start, sequence_ids

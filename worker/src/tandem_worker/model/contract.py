@@ -76,6 +76,8 @@ class ForwardBatch:
     """There may be rows of no sequence: tokens whose slot is in block 0. Their results are not used."""
     num_decodes: int = 0
     """Leading sequences whose tokens are their newest ones and guesses behind it; the tokens of others are known."""
+    sequence_ids: torch.Tensor | None = None
+    """`[T]` int32, the sequence of each token; None: whoever needs them makes them of `query_start`."""
     before_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index before that layer's KV is read or written, in the order of the layers: blocks of it
     may still be on their way."""
@@ -89,6 +91,21 @@ class ForwardBatch:
         """Exactly one new token in every sequence."""
         return len(self.query_lens_host) == self.token_ids.shape[0]
 
+    @property
+    def is_decode_with_guesses(self) -> bool:
+        """Nothing but newest tokens of sequences and guesses behind them."""
+        return self.is_decode or len(self.query_lens_host) == self.num_decodes
+
+    def find_sequence_ids(self) -> torch.Tensor:
+        """`sequence_ids`, made where nobody has."""
+        if self.sequence_ids is not None:
+            return self.sequence_ids
+        import torch
+
+        lengths, count = self.query_start.diff(), len(self.query_lens_host)
+        ids = torch.arange(count, dtype=torch.int32, device=lengths.device)
+        return ids.repeat_interleave(lengths.long(), output_size=self.token_ids.shape[0])
+
 
 class CausalLM(Protocol):
     """A model family. Instances hold weights on one device; `forward` is called under `torch.inference_mode()`."""
@@ -101,6 +118,9 @@ class CausalLM(Protocol):
     """None: the model generates."""
     inexact: str | None
     """Why a row's logits may have other bits in other company, as a part of a sentence; None: they never have."""
+    exact_rows: int
+    """Rows of a step up to which they have none all the same, where it has newest tokens and guesses alone: 1 where
+    there are no such steps, `sys.maxsize` where `inexact` is None."""
     is_one_call: bool
     """Its layers are one call, in which other threads have the interpreter's lock; `on_compute` is called before it."""
 

@@ -312,6 +312,7 @@ class _Start:
         """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
         nothing is sized by it, so a worker that was woken, for which somebody waits, does without."""
         from tandem_worker.engine.execute.arena import measure_arena
+        from tandem_worker.engine.speculation import count_logits_rows
 
         if self._group is not None or (self._is_woken and model.device.type == "cpu"):
             return None
@@ -319,7 +320,7 @@ class _Start:
         memory.by_kind["arena"] = measure_arena(
             model,
             max_batch_tokens=limits.max_batch_tokens,
-            max_rows=limits.max_running_requests,
+            max_rows=count_logits_rows(self._config.speculative, limits.max_running_requests),
             block_size=self._config.kv.block_size,
         )
         return memory.by_kind["arena"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tandem_worker.engine.sample.contract import CheckedRows
 from tandem_worker.engine.schedule.plan import Chunk, StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 from tandem_worker.host.uploads import upload, upload_rows
@@ -53,6 +54,19 @@ class LogitsLayout:
     """Chunks all of whose positions have logits, and the row of the first."""
     waves: list[Wave]
     """The first guesses of all sequences that have any, then the second ones, and so on."""
+
+
+def list_checked(layout: LogitsLayout) -> list[CheckedRows]:
+    """The sequences of a layout and their guesses, in order."""
+    guesses: dict[Sequence, tuple[int, ...]] = {}
+    for wave in layout.waves:
+        for sequence, (guess, _) in wave.items():
+            guesses[sequence] = (*guesses.get(sequence, ()), guess)
+    rows = range(len(layout.sequences)) if layout.rows is None else layout.rows
+    return [
+        CheckedRows(sequence, row, guesses.get(sequence, ()))
+        for sequence, row in zip(layout.sequences, rows, strict=True)
+    ]
 
 
 class BlockTable:
@@ -183,7 +197,11 @@ class BatchBuilder:
             rows = np.repeat(rows, query_lens)
         slots = self.table.host[rows, positions // size] * np.int64(size) + positions % size
         token_ids, there, slot_mapping = upload_rows([step.token_ids, positions, slots], np.int64, self._device)
-        starts, contexts = upload_rows([query_start, context_lens], np.int32, self._device)
+        starts, contexts, *ids = upload_rows(
+            [query_start, context_lens] + ([] if self._device.type == "cpu" else [_sequence_ids(query_lens)]),
+            np.int32,
+            self._device,
+        )
         if int(step.token_ids.min()) < 0:
             assert chosen is not None
             self._fill_late(token_ids, step.token_ids, chosen)
@@ -199,6 +217,7 @@ class BatchBuilder:
             context_lens_host=tuple(context_lens.tolist()),
             has_padding=bool((slots < size).any()),
             num_decodes=step.num_decodes,
+            sequence_ids=ids[0] if ids else None,
             before_layer=before_layer,
             on_layer=on_layer,
             on_compute=on_compute,
@@ -244,6 +263,10 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
+
+
+def _sequence_ids(query_lens: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(query_lens)), query_lens)
 
 
 def _find_waves(decodes: list[Sequence], rows: list[int], guesses: dict[Sequence, tuple[int, ...]]) -> list[Wave]:

@@ -1,9 +1,12 @@
-"""Decode steps as recorded graphs: one per batch size, replayed without launching kernels one by one.
+"""Decode steps as recorded graphs: one per number of rows, replayed without launching kernels one by one.
 
 A recording reads and writes fixed tensors. A step copies its inputs into them, replays the smallest recording that is
-large enough, and takes the first rows of its logits. Rows beyond the batch are padding: one token at position 0 that
-is written to block 0 and read from there. A model may be recorded when its forward pass on the device depends on
-tensors alone, not on the batch's host-side lengths; those say the maximum while recording, so grids cover any step.
+large enough, and takes the first rows of its logits; where rows are exact up to some number (`CausalLM.exact_rows`), it
+is not padded beyond that. Rows beyond the batch are padding: sequences of one token at position 0 that is written to
+block 0 and read from there. Which rows belong to which sequence is in those tensors too, so a recording of as many rows
+serves sequences with guesses behind their newest tokens. A model may be recorded when its forward pass on the device
+depends on tensors alone, not on the batch's host-side lengths; those say the maximum while recording, so grids cover
+any step.
 
 A start waits for the sizes that its first requests need; the others are recorded between steps. A recording computes
 its step twice before, on the same fixed tensors: they are made padding first, or what an earlier step left in them
@@ -88,8 +91,8 @@ class DecodeGraphs:
         recorder: Recorder,
         num_later: int = 0,
     ) -> None:
-        """Records the sizes, largest first so that smaller ones fit into its memory; the `num_later` largest of them
-        are left to `record_next`. Under inference mode.
+        """Records the sizes, in rows, largest first so that smaller ones fit into its memory; the `num_later` largest
+        of them are left to `record_next`. Under inference mode.
 
         All read the same tensors and leave their logits in the same one: block tables and logits of each would hold
         hundreds of MB for good.
@@ -103,6 +106,10 @@ class DecodeGraphs:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         largest = ordered[-1]
         self._inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
+        self._count = torch.arange(largest + 1, dtype=torch.int32, device=model.device)
+        self._exact_rows = model.exact_rows if model.exact_rows > 1 else 0
+        self._has_guesses = False
+        """Sequences in the fixed tensors have several rows."""
         self._logits = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
         for size in reversed(ordered[:num_now]):
             self._record(size)
@@ -119,25 +126,55 @@ class DecodeGraphs:
     def _record(self, size: int) -> None:
         model, kv_cache = self._model, self._kv_cache
         batch, out = _first_rows(self._inputs, size), self._logits[:size]
-        _clear(self._inputs, 0)
+        _clear(self._inputs, 0, 0)
+        self._divide(self._inputs, None)
         replay, logits = self._recorder.record(lambda: out.copy_(model.forward(batch, kv_cache), non_blocking=True))
         self._recordings[size] = _Recording(batch, replay, logits)
         insort(self._sizes, size)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Logits of a decode step, valid until the next call; None when no recording fits."""
-        count = len(batch.query_lens_host)
+        """Logits of a step of decodes and guesses, valid until the next call; None when no recording fits."""
+        count = batch.token_ids.shape[0]
         index = bisect_left(self._sizes, count)
-        if index == len(self._sizes) or not batch.is_decode or batch.logits_rows.shape[0] != count:
+        if index == len(self._sizes) or not batch.is_decode_with_guesses or batch.logits_rows.shape[0] != count:
+            return None
+        if count <= self._exact_rows < self._sizes[index]:  # padding would make a row's bits others
             return None
         recording = self._recordings[self._sizes[index]]
-        _fill(recording.batch, batch, count)
+        _fill(recording.batch, batch)
+        self._divide(recording.batch, batch)
         recording.replay()
         return recording.logits[:count]
 
+    def _divide(self, static: ForwardBatch, batch: ForwardBatch | None) -> None:
+        """Say which rows of the fixed tensors belong to which sequence: as in `batch`, and one for each of the others.
+
+        Sequences that have no rows left begin at the end.
+        """
+        ids, starts, count = static.sequence_ids, static.query_start, self._count
+        assert ids is not None
+        if batch is None or batch.is_decode:
+            if self._has_guesses:
+                self._inputs.query_start.copy_(count)
+                assert self._inputs.sequence_ids is not None
+                self._inputs.sequence_ids.copy_(count[:-1])
+                self._has_guesses = False
+            return
+        self._has_guesses = True
+        rows, sequences, size = batch.token_ids.shape[0], len(batch.query_lens_host), ids.shape[0]
+        ids[:rows].copy_(batch.find_sequence_ids(), non_blocking=True)
+        ids[rows:].copy_(count[sequences : sequences + size - rows], non_blocking=True)
+        starts[: sequences + 1].copy_(batch.query_start, non_blocking=True)
+        padding = sequences + 1 + size - rows
+        starts[sequences + 1 : padding].copy_(count[rows + 1 : size + 1], non_blocking=True)
+        starts[padding:].fill_(size)
+
 
 def build_static_batch(size: int, max_blocks: int, block_size: int, device: torch.device) -> ForwardBatch:
-    """Decodes of `size` sequences at position 0 of block 0, whose host-side lengths are the longest there are."""
+    """Decodes of `size` sequences at position 0 of block 0, whose host-side lengths are the longest there are.
+
+    They may be fewer sequences with several rows each when it is replayed, so nothing may be recorded by their number.
+    """
     return ForwardBatch(
         token_ids=torch.zeros(size, dtype=torch.int64, device=device),
         positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -149,6 +186,7 @@ def build_static_batch(size: int, max_blocks: int, block_size: int, device: torc
         query_lens_host=(1,) * size,
         context_lens_host=(max_blocks * block_size,) * size,
         has_padding=True,
+        sequence_ids=torch.arange(size, dtype=torch.int32, device=device),
     )
 
 
@@ -165,25 +203,27 @@ def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
         logits_rows=batch.logits_rows[:size],
         query_lens_host=batch.query_lens_host[:size],
         context_lens_host=batch.context_lens_host[:size],
+        sequence_ids=None if batch.sequence_ids is None else batch.sequence_ids[:size],
     )
 
 
-def _fill(static: ForwardBatch, batch: ForwardBatch, count: int) -> None:
+def _fill(static: ForwardBatch, batch: ForwardBatch) -> None:
     """Copy a step's inputs. Entries of a table row beyond its context are never read, so old ones may stay."""
+    rows, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
     for target, source in (
         (static.token_ids, batch.token_ids),
         (static.positions, batch.positions),
         (static.slot_mapping, batch.slot_mapping),
     ):
-        target[:count].copy_(source, non_blocking=True)
-    static.context_lens[:count].copy_(batch.context_lens, non_blocking=True)
-    static.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
-    _clear(static, count)
+        target[:rows].copy_(source, non_blocking=True)
+    static.context_lens[:sequences].copy_(batch.context_lens, non_blocking=True)
+    static.block_tables[:sequences, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+    _clear(static, rows, sequences)
 
 
-def _clear(static: ForwardBatch, first: int) -> None:
-    """Make padding of the sequences from `first` on."""
+def _clear(static: ForwardBatch, first_row: int, first_sequence: int) -> None:
+    """Make padding of the rows and sequences from these on."""
     for target in (static.token_ids, static.positions, static.slot_mapping):
-        target[first:].zero_()
-    static.context_lens[first:].fill_(1)
-    static.block_tables[first:, :1].zero_()
+        target[first_row:].zero_()
+    static.context_lens[first_sequence:].fill_(1)
+    static.block_tables[first_sequence:, :1].zero_()

@@ -13,11 +13,11 @@ import torch
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import GroupLostError
-from tandem_worker.engine.execute.batch import BatchBuilder
+from tandem_worker.engine.execute.batch import BatchBuilder, list_checked
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.execute.step import StepOutput
-from tandem_worker.engine.sample.contract import Sampler
+from tandem_worker.engine.sample.contract import CheckedRows, Sampler
 from tandem_worker.engine.sample.host_sampler import HostSampler
 from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -73,12 +73,15 @@ class ModelExecutor:
         """Layers that have KV on this rank."""
         return len(self.kv_cache.layers)
 
-    def record_graphs(self, recorder: Recorder | None = None, *, num_now: int | None = None) -> None:
+    def record_graphs(
+        self, recorder: Recorder | None = None, *, num_now: int | None = None, max_rows: int | None = None
+    ) -> None:
         """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`).
 
         The `num_now` smallest batch sizes are recorded at once, None being all; the others by `record_next_graph`.
+        `max_rows`: the largest; None: as many as sequences run.
         """
-        sizes = plan_batch_sizes(self._max_rows)
+        sizes = plan_batch_sizes(max_rows or self._max_rows)
         recorder = recorder or CudaRecorder(self.model.device)
         num_later = 0 if num_now is None else max(0, len(sizes) - num_now)
         with self._recording(recorder), torch.inference_mode():
@@ -214,6 +217,14 @@ class ModelExecutor:
         self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail
         return self._copier.start(tokens)
 
+    def check(self, output: StepOutput) -> HostCopy | None:
+        """Launch the choice of the tokens at all places of a step with guesses; None where they are chosen one wave
+        after another, because somebody has to see one before the next can be chosen."""
+        checked = list_checked(output.layout)
+        if not may_check_at_once(self.sampler, checked):
+            return None
+        return self._copier.start(self.sampler.choose_checked(output.logits, checked))
+
     def build_head_ranks(self, lane: int) -> HeadRanks:
         """The place where the draft head of a lane is computed; a single process has one lane."""
         from tandem_worker.engine.execute.heads import HeadHere
@@ -253,6 +264,14 @@ class ExecutorBuilder(Protocol):
     def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> ModelExecutor:
         """Raises GroupLostError."""
         ...
+
+
+def may_check_at_once(sampler: Sampler, checked: Sequence[CheckedRows]) -> bool:
+    """Whether `choose_checked` may choose for these: prompts' first tokens come by another way, and a grammar's mask is
+    written when the token before is known."""
+    return sampler.checks_at_once and all(
+        each.sequence.output and each.sequence.sampler_state.grammar is None for each in checked
+    )
 
 
 def is_fatal(error: BaseException) -> bool:

@@ -40,4 +40,6 @@ class PendingStep:
     output: StepOutput | None = None
     chosen: HostCopy | None = None
     """The tokens, when they were chosen at launch; else `finish_step` chooses them."""
+    checked: HostCopy | None = None
+    """In place of `chosen` where there are guesses: the tokens at all their places (`Sampler.choose_checked`)."""
     error: Exception | None = None

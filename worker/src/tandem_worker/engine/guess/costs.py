@@ -1,19 +1,30 @@
 """What a step costs by the rows that it computes, learned from every step.
 
-A product's kernels read each weight once and multiply it with a few rows in registers (`ROWS_PER_PASS`); further rows
-are passes over weights that the cache holds. So a step costs a base, a little for each row, and more for each pass. The
-base follows the contexts and whatever else runs on the machine, the two slopes stay.
+A product's kernels read each weight once and multiply it with a few rows; further rows are passes over it. So a step
+costs a base, a little for each row, and more for each pass. The base follows the contexts and whatever else runs on the
+machine, the two slopes stay.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-ROWS_PER_PASS = 6
-"""Rows that the native kernels compute in one pass (`kMaxRows`)."""
-_PER_ROW, _PER_PASS = 0.02, 0.20
-"""Costs of one more row and of one more pass, as shares of a step of one row, before anything was measured: SmolLM2,
-one thread."""
+
+class RowCosts(NamedTuple):
+    """What rows cost before anything was measured, as shares of a step of one row."""
+
+    rows_per_pass: int
+    per_row: float
+    per_pass: float
+
+
+ON_CPU = RowCosts(rows_per_pass=6, per_row=0.02, per_pass=0.20)
+"""The native kernels keep the sums of six rows in registers (`kMaxRows`); further passes read the cache. Measured for
+SmolLM2 on one thread."""
+ON_GPU = RowCosts(rows_per_pass=64, per_row=0.004, per_pass=0.10)
+"""Up to 64 rows a product is one pass of the small-batch kernel. An estimate: 16 GB of weights at 4 TB/s against 16
+billion multiply-adds a row at a sixth of an H200's rate of matmuls. Nothing of it was measured."""
 _BASE_WEIGHT, _SLOPE_WEIGHT = 0.1, 0.02
 _LEAST, _MOST = 0.4, 4.0
 """Bounds of what is learned, as factors of what is assumed: what a busy machine does to single steps must not make rows
@@ -27,17 +38,18 @@ _LEAST_SQUARE = 0.01
 
 
 class StepCosts:
-    __slots__ = ("_base", "_num_learned", "_pass_factor", "_row_factor")
+    __slots__ = ("_base", "_costs", "_num_learned", "_pass_factor", "_row_factor")
 
-    def __init__(self) -> None:
+    def __init__(self, costs: RowCosts = ON_CPU) -> None:
+        self._costs = costs
         self._base: float | None = None
         self._num_learned = 0
         self._row_factor = self._pass_factor = 1.0
 
     def relative(self, rows: int) -> float:
         """Duration of a step of `rows` rows, over one of a single row."""
-        more, passes = _count(rows)
-        return 1.0 + self._row_factor * _PER_ROW * more + self._pass_factor * _PER_PASS * passes
+        by_row, by_pass = self._count(rows)
+        return 1.0 + self._row_factor * by_row + self._pass_factor * by_pass
 
     def predict(self, rows: int) -> float | None:
         """Seconds; None before the first step."""
@@ -52,14 +64,13 @@ class StepCosts:
             return
         limit = _OUTLIER * shape
         error = min(limit, max(-limit, seconds / self._base - shape))
-        more, passes = _count(rows)
-        by_row, by_pass = _PER_ROW * more, _PER_PASS * passes
+        by_row, by_pass = self._count(rows)
         scale = _SLOPE_WEIGHT * error / (_LEAST_SQUARE + by_row * by_row + by_pass * by_pass)
         self._row_factor = min(_MOST, max(_LEAST, self._row_factor + scale * by_row))
         self._pass_factor = min(_MOST, max(_LEAST, self._pass_factor + scale * by_pass))
         self._base *= 1 + _BASE_WEIGHT * error / shape
 
-
-def _count(rows: int) -> tuple[int, int]:
-    """Rows and passes beyond the first."""
-    return rows - 1, -(-rows // ROWS_PER_PASS) - 1
+    def _count(self, rows: int) -> tuple[float, float]:
+        """Costs of the rows and of the passes beyond the first, as they were assumed."""
+        costs = self._costs
+        return costs.per_row * (rows - 1), costs.per_pass * (-(-rows // costs.rows_per_pass) - 1)

@@ -11,10 +11,16 @@ from tandem_worker.engine.guess.budget import choose_lengths
 from tandem_worker.engine.guess.contract import Guess, Guesser, Source
 from tandem_worker.engine.guess.costs import StepCosts
 from tandem_worker.engine.schedule.plan import StepPlan
-from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.engine.schedule.request import Sequence, SequenceState
 
 _WAVES = 0.02
 """What choosing tokens in several waves costs beside the rows, as a share of a step."""
+_LEAST_AHEAD, _MOST_AHEAD = 0.0, 2.0
+_AHEAD, _AHEAD_WEIGHT = 0.15, 0.05
+"""What running ahead is taken to save before anything was measured, as a share of a step, and how fast that is
+learned."""
+_MOST_PAUSE = 7
+"""Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +40,17 @@ class Speculator:
         settings: SpeculationSettings,
         *,
         max_rows: int,
+        most_rows: int | None = None,
+        runs_ahead: bool = False,
         may_guess: Callable[[Sequence], bool] = lambda sequence: True,
         measure_bytes: Callable[[], int] = lambda: 0,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.thread_time,
         wall: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_rows`: rows of logits that a step has room for. `may_guess`: may a choice get several tokens at once?
+        """`max_rows`: rows of logits that a step has room for. `most_rows`: rows of a whole step up to which guesses
+        may be in it; None: any. `runs_ahead`: steps without guesses are launched before the tokens of the step before
+        are known, which those with guesses cannot be. `may_guess`: may a choice get several tokens at once?
         `measure_bytes`: what guesses are made from takes so many bytes now. `costs`: where the guesser wants to know
         them too. `wall` is the clock of the durations that are recorded."""
         self.drafted: Counter[Source] = Counter()
@@ -53,6 +63,11 @@ class Speculator:
         self._guesser = guesser
         self._settings = settings
         self._max_rows = max_rows
+        self._most_rows = most_rows
+        self._ahead = _AHEAD if runs_ahead else None
+        """What running ahead saves, as a share of a step; None: steps never do."""
+        self._pause = self._misses = 0
+        """Steps ahead until somebody looks for guesses again, and looks since that was last worth it."""
         self._may_guess = may_guess
         self._measure_bytes = measure_bytes
         self._clock = clock
@@ -72,15 +87,37 @@ class Speculator:
     def plan(self, plan: StepPlan, budget: int) -> dict[Sequence, tuple[int, ...]]:
         """What `Scheduler.guess` asks for: the guesses of this step, `budget` at the most."""
         began, started = self._clock(), self._wall()
-        chosen = self._choose(plan, min(budget, self._max_rows - len(plan.decodes) - len(plan.chunks)))
+        chosen = self._choose(plan, min(budget, self._count_room(plan)))
         self._sources = {sequence: guess.source for sequence, guess in chosen.items()}
         self.seconds += self._clock() - began
         self._planned, self._spent = plan, self._wall() - started
         return {sequence: guess.tokens for sequence, guess in chosen.items()}
 
+    def is_worth_waiting(self, plan: StepPlan) -> bool:
+        """Whether the next step is to have guesses, for which the tokens of `plan`'s step, which is under way, have to
+        be known. Judged by what would have been guessed in that step itself; not in every step, where that was seldom
+        anything."""
+        if self._pause:
+            self._pause -= 1
+            return False
+        began = self._clock()
+        running = [each for each in plan.decodes if each.state is SequenceState.RUNNING]
+        found = self._choose(StepPlan(decodes=running), self._count_room(plan)) if running else {}
+        self.seconds += self._clock() - began
+        self._misses = 0 if found else self._misses + 1
+        self._pause = min(_MOST_PAUSE, (1 << min(self._misses, 8)) - 1) if self._misses else 0
+        return bool(found)
+
+    def _count_room(self, plan: StepPlan) -> int:
+        """Guesses that fit into the step."""
+        room = self._max_rows - len(plan.decodes) - len(plan.chunks)
+        return room if self._most_rows is None else min(room, self._most_rows - plan.num_tokens)
+
     def _choose(self, plan: StepPlan, most: int) -> dict[Sequence, Guess]:
         rooms = {s: min(s.most_guesses, self._settings.max_tokens) for s in plan.decodes}
         asked = [sequence for sequence, room in rooms.items() if room > 0]
+        if self._ahead is not None and (most <= 0 or not asked):
+            return {}  # what is not asked for is learned later, and the host has no time to lose
         found = self._guesser.propose(asked, rooms, plan)
         found = {sequence: guess for sequence, guess in found.items() if self._may_guess(sequence)}
         if not found or most <= 0:
@@ -88,7 +125,7 @@ class Speculator:
         if not self._settings.adaptive:
             return _take_all(found, most)
         rows, relative = plan.num_tokens, self.costs.relative
-        before = relative(rows)
+        before = relative(rows) / (1 + (self._ahead or 0.0))
         lengths = choose_lengths(
             [guess.chances for guess in found.values()],
             len(plan.decodes),
@@ -105,7 +142,9 @@ class Speculator:
         """What a step that took so many seconds would have taken without guesses, by what rows cost."""
         rows, guesses = plan.num_tokens, plan.num_guesses
         computing = seconds - self._spent_on(plan)
-        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows) if guesses else computing
+        if not guesses:
+            return computing
+        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows) / (1 + (self._ahead or 0.0))
 
     def record(self, plan: StepPlan, right: Mapping[Sequence, int], seconds: float) -> None:
         """A step is over. `right`: how many guesses of a choice saved it a step; where none did it has no entry."""
@@ -114,8 +153,19 @@ class Speculator:
             self.drafted[source] += len(tokens)
             self.accepted[source] += right.get(sequence, 0)
         if not plan.chunks:
-            self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
+            self._learn(plan, seconds - self._spent_on(plan))
         self._planned, self._sources = None, {}
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """A step of decodes alone took so long. One with guesses that could not run ahead says how much that costs."""
+        predicted = self.costs.predict(plan.num_tokens)
+        if self._ahead is not None and plan.guesses:
+            if predicted is not None:
+                error = seconds / predicted - 1 - self._ahead
+                self._ahead += _AHEAD_WEIGHT * max(-1.0, min(1.0, error))
+                self._ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, self._ahead))
+            seconds /= 1 + self._ahead
+        self.costs.learn(plan.num_tokens, seconds)
 
     def _spent_on(self, plan: StepPlan) -> float:
         """Seconds that went into this step's guesses. None were made for a step without room for them, nor were those

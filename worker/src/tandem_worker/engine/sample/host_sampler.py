@@ -16,7 +16,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
-from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
+from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN, CheckedRows
 from tandem_worker.engine.sample.masks import MaskCredit
 from tandem_worker.engine.sample.race import draw_words, find_first
 from tandem_worker.engine.sample.state import SamplingState
@@ -34,11 +34,16 @@ _EQUALS_SLACK = 1e-3
 class HostSampler:
     """The sampler of CPUs, by torch's operations."""
 
+    checks_at_once = False
+
     def __init__(self) -> None:
         self._credit = MaskCredit()
 
     def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
         return choose_tokens(logits, sequences, self._credit)
+
+    def choose_checked(self, logits: torch.Tensor, checked: Rows[CheckedRows]) -> torch.Tensor:
+        raise NotImplementedError("on a CPU guesses are checked wave by wave: most rows of a step are never looked at")
 
     def compute_logprobs(
         self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]

@@ -77,6 +77,8 @@ def paged_decode_attention_reference(
     kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    query_start: torch.Tensor | None = None,
+    sequence_ids: torch.Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -85,9 +87,10 @@ def paged_decode_attention_reference(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Twin of `paged_decode_attention`: q `[B, Hq, D]`, one query per sequence -> `[B, Hq, D]`."""
-    del num_splits
-    query_start = torch.arange(q.shape[0] + 1, device=q.device)
+    """Twin of `paged_decode_attention`: q `[T, Hq, D]`, the last tokens of each sequence -> `[T, Hq, D]`."""
+    del num_splits, sequence_ids
+    if query_start is None:
+        query_start = torch.arange(q.shape[0] + 1, device=q.device)
     return paged_prefill_attention_reference(
         q,
         kv_cache,

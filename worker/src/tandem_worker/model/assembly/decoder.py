@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -79,10 +80,12 @@ class DecoderLM:
         self.inexact_layers = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         """As `inexact`, whatever the group is."""
         self.inexact = self.inexact_layers
-        if self.inexact is None and build.context.tp_size > 2:
+        self.exact_rows = sys.maxsize if self.inexact is None else build.backend.count_exact_rows(layers)
+        if self.exact_rows > 1 and build.context.tp_size > 2:
             self.inexact = "more than two tensor ranks add their sums in an order that depends on the rows of a step"
-        if self.inexact is None and build.context.ep_size > 1:
-            self.inexact = "expert ranks compute the tokens of several lanes together"
+            self.exact_rows = 1
+        if self.exact_rows > 1 and build.context.ep_size > 1:
+            self.inexact, self.exact_rows = "expert ranks compute the tokens of several lanes together", 1
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
         self.num_prediction_layers = config.num_prediction_layers

@@ -18,7 +18,7 @@ from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
-from tandem_worker.model.layers.pre_norm import LayerStack, PreNormLayer
+from tandem_worker.model.layers.pre_norm import DecoderLayer, LayerStack, PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router
 from tandem_worker.parallel.collectives import Collective
@@ -62,8 +62,8 @@ class Backend:
     again after a preemption or a move, alone or beside others, on one thread or several: a row is computed from itself
     and the keys that it sees, in an order that follows from its position alone. So a stream that moves goes on with
     the tokens that it would have had. NATIVE keeps this, but for latents (MLA) and, where oneDNN has AMX, beyond
-    `most_rows`. TRITON keeps it for decoded rows, up to 32 in a product. TORCH does not: its products take other paths
-    for other numbers of rows. docs/kernels.md has the table.
+    `most_rows`. TRITON keeps it for decoded rows and guesses, up to 32 in a step (`count_exact_rows`). TORCH does not:
+    its products take other paths for other numbers of rows. docs/kernels.md has the table.
     """
 
     name: BackendName
@@ -82,6 +82,8 @@ class Backend:
     """The function that chooses experts by a router's rule."""
     find_inexact: Callable[[Sequence[KVLayerSpec]], str | None]
     """Why rows of a model with these layers are not exact, as a part of a sentence; None when they are."""
+    count_exact_rows: Callable[[Sequence[DecoderLayer]], int] = lambda layers: 1
+    """Where rows are not exact: `CausalLM.exact_rows` of a model with these layers."""
     dtype: torch.dtype | None = None
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer

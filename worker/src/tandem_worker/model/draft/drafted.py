@@ -47,6 +47,7 @@ class DraftedLM:
         self.dtype = model.dtype
         self.embedding = model.embedding
         self.inexact = model.inexact
+        self.exact_rows = model.exact_rows
         self.vocabulary = torch.arange(model.vocab_size) if vocabulary is None else vocabulary
         self.num_kv_heads = num_kv_heads
         self.head = head

@@ -28,16 +28,19 @@ class TritonAttention:
 
 
 class TritonStepAttention:
-    """One step. Sequences with one token come first and use the split-KV kernel, others the one for several queries.
+    """One step. Sequences with one token, or with guesses behind their newest one, come first and use the split-KV
+    kernel, others the one for many queries.
 
-    In one kernel a tile is either too wide for decodes, of which it has one row each, or too narrow for a prompt.
+    In one kernel a tile is either too wide for decodes, of which it has few rows each, or too narrow for a prompt.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
-        lengths = batch.query_lens_host
-        self._num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
+        lengths, known = batch.query_lens_host, batch.num_decodes
+        self._num_decodes = next((index for index in range(known, len(lengths)) if lengths[index] != 1), len(lengths))
+        self._num_rows = sum(lengths[: self._num_decodes])
         self._prompt_query_start = batch.query_start if self._num_decodes == 0 else None
+        self._sequence_ids: torch.Tensor | None = None
         self._token_tables: torch.Tensor | None = None
         self._latent_plan: _LatentPlan | None = None
 
@@ -52,7 +55,7 @@ class TritonStepAttention:
 
     def attend_cached(self, q: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """As `attend`: the new keys and values are read from their blocks like the others."""
-        batch, count = self._batch, self._num_decodes
+        batch, count, rows = self._batch, self._num_decodes, self._num_rows
         options: dict[str, Any] = {
             "scale": spec.scale, "window": spec.window, "chunk": spec.chunk, "sinks": spec.sinks
         }  # fmt: skip
@@ -60,37 +63,48 @@ class TritonStepAttention:
         out = q.new_empty(q.shape)
         if count:
             kernels.paged_decode_attention(
-                q[:count], kv_layer, tables[:count], contexts[:count], out=out[:count], **options
+                q[:rows],
+                kv_layer,
+                tables[:count],
+                contexts[:count],
+                batch.query_start[: count + 1],
+                self._find_sequence_ids()[:rows],
+                out=out[:rows],
+                **options,
             )
         if count < contexts.shape[0]:
             kernels.paged_prefill_attention(
-                q[count:],
+                q[rows:],
                 kv_layer,
                 tables[count:],
                 self._query_start_of_prompts(),
                 contexts[count:],
-                out=out[count:],
+                out=out[rows:],
                 **options,
             )
         return out.flatten(1)
 
+    def _find_sequence_ids(self) -> torch.Tensor:
+        if self._sequence_ids is None:
+            self._sequence_ids = self._batch.find_sequence_ids()
+        return self._sequence_ids
+
     def _query_start_of_prompts(self) -> torch.Tensor:
         """Beginnings of the sequences behind the decodes among their own tokens."""
         if self._prompt_query_start is None:
-            count = self._num_decodes
-            self._prompt_query_start = self._batch.query_start[count:] - count
+            self._prompt_query_start = self._batch.query_start[self._num_decodes :] - self._num_rows
         return self._prompt_query_start
 
     def attend_latents(
         self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec
     ) -> torch.Tensor:
         batch = self._batch
-        if batch.is_decode:  # the form that a recording can hold: it depends on tensors alone
-            return self._attend_absorbed(queries, kv_layer, batch.block_tables, batch.context_lens, spec)
+        tables, contexts = self._per_token()
+        if batch.is_decode_with_guesses:  # the form that a recording can hold: it depends on tensors alone
+            return self._attend_absorbed(queries, kv_layer, tables, contexts, spec)
         plan = self._latent_plan
         if plan is None:
             plan = self._latent_plan = _plan_latents(batch, spec)
-        tables, contexts = self._per_token()
         if plan.rows is None:
             return self._attend_absorbed(queries, kv_layer, tables, contexts, spec)
         expanded = _attend_expanded(queries.index_select(0, plan.rows), kv_layer, plan, spec)
@@ -106,10 +120,10 @@ class TritonStepAttention:
     def _per_token(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Block tables and context lengths as if each new token were a sequence."""
         batch = self._batch
+        if batch.is_decode and batch.sequence_ids is None:
+            return batch.block_tables, batch.context_lens
         if self._token_tables is None:
-            lengths = batch.query_start.diff().long()
-            total = batch.token_ids.shape[0]
-            self._token_tables = batch.block_tables.repeat_interleave(lengths, dim=0, output_size=total)
+            self._token_tables = batch.block_tables.index_select(0, self._find_sequence_ids())
         return self._token_tables, (batch.positions + 1).int()
 
     @staticmethod

@@ -7,7 +7,7 @@ weights widened beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from tandem_worker.model.layers.linear import HeadLinear, Linear, float32_produc
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts, ExpertWeights
 from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
-from tandem_worker.model.layers.pre_norm import PreNormLayer
+from tandem_worker.model.layers.pre_norm import DecoderLayer, PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
@@ -35,6 +35,8 @@ from tandem_worker.parallel.collectives import Collective
 
 MAX_FEW_ROWS = 64
 """Rows up to which a product reads its weight in the split-K kernel."""
+MAX_EXACT_ROWS = 32
+"""Rows up to which it sums each as it sums one alone (`kernels.linear.block_shape`)."""
 
 
 class TritonLinear(Linear):
@@ -299,6 +301,17 @@ def connect(model: object) -> None:
             linear.widened = partial(ahead.take, number)
 
 
+def count_exact_rows(layers: Sequence[DecoderLayer]) -> int:
+    """As `Backend.count_exact_rows`: cuBLAS scores experts, and brings latents in and out."""
+    exact = all(
+        isinstance(layer, TritonLayer)
+        and isinstance(layer.mlp, TritonMLP)
+        and layer.kv_layer_spec(1).head_dim_index is not None
+        for layer in layers
+    )
+    return MAX_EXACT_ROWS if exact else 1
+
+
 TRITON = Backend(
     name=BackendName.TRITON,
     keeps_packed=True,
@@ -312,7 +325,8 @@ TRITON = Backend(
     mlp=TritonMLP,
     experts=TritonExperts,
     route=build_route,
-    find_inexact=lambda layers: "several rows of a sequence are attended by another kernel than one",
+    find_inexact=lambda layers: "products of more rows, prompts, latents (MLA) and experts sum in another order",
+    count_exact_rows=count_exact_rows,
     layer=TritonLayer,
     lossless=Lossless(
         embedding=TritonEmbedding,
