@@ -7,8 +7,8 @@ by the product's policies.
 manager, what goes to the disk is what it offers, the disk is the tier's own index over files that go nowhere; whether a
 prompt is loaded is the tier's own decision, at its own prediction. Whom a worker asks for blocks is what the gateway's
 scheduling names; round robin names whoever has most, as a gateway could that knew everything. Simulated are the times:
-a worker computes its prompts one after another, and its disk reads, and its network brings, one load after another, at
-a fixed rate each. The last line is one JSON object.
+workers are those of `tandem_sim`, a disk reads and a network brings one load after another at a fixed rate, and a
+prompt is begun once what is brought for it is there. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tandem_api.names import Role
+from tandem_operator.autoscale.plan.contract import Target
+from tandem_sim.fleet import AnyWorker
+from tandem_sim.profiles import WorkerProfile
+from tandem_sim.replay import Setting, Simulation
+from tandem_sim.routing import Routing
 from tandem_sim.traces import BLOCK_TOKENS, Arrival, read_trace
+from tandem_sim.workers import DecodeWorker, Flight
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.tiers.files import Volume
 from tandem_worker.tiers.format import Geometry, TierKey
 from tandem_worker.tiers.policy import is_slow, is_sooner, predict_seconds
 from tandem_worker.tiers.store import SegmentStore
 
-from bench.routing.fleet import STEP_SECONDS, Fleet, Served
-from bench.routing.policies import Policy, RoundRobin, Tandem
-from bench.routing.simulate import Recorded, Replay, replay
+from bench.routing.policies import RoundRobin, Tandem
 
 MEMORY_TOKENS, DISK_TOKENS = 250_000, 16_000_000
 TOKEN_BYTES, TOKENS_PER_SECOND = 23_040, 16_000.0
@@ -45,6 +50,11 @@ PEER_BANDWIDTH = 1.25e9
 PEER_GOAL = 0.365
 GOALS = {4: 0.308, 16: 0.350, 64: 0.367}
 """Hits with homes of bounded load, as the issue of this tier had measured them with policies of their own."""
+NO_TARGET = Target(percentile=0.9, seconds=3600.0)
+PROFILE = WorkerProfile(
+    name="disks", source="made up", prefill_token_seconds=1 / TOKENS_PER_SECOND, step_seconds=0.01,
+    step_sequence_seconds=0.0002, kv_tokens=MEMORY_TOKENS,
+)  # fmt: skip
 
 
 class Nowhere(Volume):
@@ -57,212 +67,220 @@ class Nowhere(Volume):
         pass
 
 
-class TieredFleet(Fleet):
-    """Workers with a disk each; `disk_tokens` 0: none. `peer_bandwidth`: bytes per second that a worker brings of
-    others' blocks; None: it asks nobody."""
+class Store:
+    """What one worker keeps: blocks in memory, by the engine's own manager, and on its disk; `disk_tokens` 0: none."""
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        tokens_per_second: float,
-        kv_tokens: int,
-        disk_tokens: int = 0,
-        bandwidth: float = 1.5e9,
-        write_through: bool = False,
-        peer_bandwidth: float | None = None,
-    ) -> None:
-        super().__init__(count, tokens_per_second=tokens_per_second, kv_tokens=kv_tokens)
-        self._bandwidth = bandwidth
+    def __init__(self, disk_tokens: int, bandwidth: float, peer_bandwidth: float, *, write_through: bool) -> None:
+        """`peer_bandwidth`: bytes per second that a worker brings of others' blocks; 0: it asks nobody."""
+        blocks = MEMORY_TOKENS // BLOCK_TOKENS + 1
+        self.memory = BlockManager(blocks, BLOCK_TOKENS)
+        self._watched = self.memory.watch()
+        self._watched.cold_blocks = blocks if write_through else int((blocks - 1) * COLD_SHARE)
         self._has_disk = disk_tokens > 0
-        self._memories = [BlockManager(self.capacity + 1, BLOCK_TOKENS) for _ in range(count)]
-        watched = [memory.watch() for memory in self._memories]
-        self._watched = watched
-        for cache in watched:
-            cache.cold_blocks = self.capacity + 1 if write_through else int(self.capacity * COLD_SHARE)
-        key = TierKey(model_digest="", revision="", layout="")
+        self._bandwidths = {"disk": bandwidth, "peer": peer_bandwidth}
+        self._free = {"disk": 0.0, "peer": 0.0}
+        self.now = 0.0
         geometry = Geometry((1,), SEGMENT_BLOCKS)
         segments = max(2, disk_tokens // BLOCK_TOKENS // SEGMENT_BLOCKS)
-        self._now = 0.0
-        self._stores = [
-            SegmentStore(Nowhere(Path("/")), key, geometry, segments, clock=lambda: self._now) for _ in range(count)
-        ]
-        self._disk_free = np.zeros(count)
-        self.peer_bandwidth = peer_bandwidth
-        self._network_free = np.zeros(count)
-        self.source: int | None = None
-        """Who was named to have a part of the next prompt."""
-        self.pulled_tokens = 0
+        key = TierKey(model_digest="", revision="", layout="")
+        self._disk = SegmentStore(Nowhere(Path("/")), key, geometry, segments, clock=lambda: self.now)
         self._rows = np.zeros((BATCH, geometry.slot_bytes), np.uint8)
-        self.written_tokens = 0
-        self.loaded_tokens = 0
+        self.written = 0
+        self.brought = {"disk": 0, "peer": 0}
+        """Blocks by whence."""
 
-    def serve(self, worker: int, arrival: Arrival) -> Served:
-        """Load what is sooner, then compute the rest in the order of arrival."""
-        self._now = arrival.at
-        memory = self._memories[worker]
-        names = [block.to_bytes(16, "little", signed=True) for block in arrival.blocks]
-        most = (arrival.prompt - 1) // BLOCK_TOKENS
-        matched = memory.match_prefix(names, most)
-        loaded, ready = self._load(worker, names[len(matched) : most], arrival.at)
-        tokens = (len(matched) + loaded) * BLOCK_TOKENS
-        first = max(ready, float(self.free_at[worker])) + (arrival.prompt - tokens) / self.rate
-        self.free_at[worker] = first
-        self._keep_blocks(worker, names, matched, arrival.at)
-        return Served(first, first + STEP_SECONDS * arrival.output, tokens, STEP_SECONDS)
-
-    def _load(self, worker: int, names: Sequence[bytes], now: float) -> tuple[int, float]:
-        """Blocks that come from the disk or another worker, with which the whole is there sooner, and when they are."""
-        places = self._stores[worker].find(names) if self._has_disk else []
-        asked = self._count_held(self.source, names) if self.peer_bandwidth and self.source not in (None, worker) else 0
-        ways = [
-            way for way in (
-                self._predict(len(places), self._disk_free, worker, self._bandwidth, now),
-                self._predict(asked, self._network_free, worker, self.peer_bandwidth or 1.0, now),
-            )
-            if way is not None
-        ]  # fmt: skip
+    def load(self, names: Sequence[bytes], source: Store | None, now: float) -> tuple[int, float]:
+        """Blocks that memory lacks and that come from the disk or another worker, with which the whole is there
+        sooner; and when they are."""
+        self.now = now
+        places = self._disk.find(names) if self._has_disk else []
+        asked = source.count_held(names) if self._bandwidths["peer"] and source not in (None, self) else 0
+        ways = [way for way in (self._predict("disk", len(places)), self._predict("peer", asked)) if way is not None]
         if not ways:
             return 0, now
-        per_block = BLOCK_TOKENS / self.rate
-        seconds, count, free = min(ways, key=lambda way: way[0] + (len(names) - way[1]) * per_block)
-        free[worker] = now + seconds
-        if free is self._network_free:
-            self.pulled_tokens += count * BLOCK_TOKENS
-        else:
-            for place in places:
-                self._stores[worker].use(place)
-            self.loaded_tokens += count * BLOCK_TOKENS
+        per_block = BLOCK_TOKENS / TOKENS_PER_SECOND
+        seconds, count, whence = min(ways, key=lambda way: way[0] + (len(names) - way[1]) * per_block)
+        self._free[whence] = now + seconds
+        self.brought[whence] += count
+        for place in places if whence == "disk" else ():
+            self._disk.use(place)
         return count, now + seconds
 
-    def _predict(
-        self, count: int, free: np.ndarray, worker: int, bandwidth: float, now: float
-    ) -> tuple[float, int, np.ndarray] | None:
-        """Seconds, blocks and the way that they come; None: there are none, or computing them is sooner."""
-        size, waits = count * BLOCK_TOKENS * TOKEN_BYTES, max(0.0, float(free[worker]) - now)
-        seconds = predict_seconds(size, int(waits * bandwidth), 1, 1, bandwidth)
-        return (seconds, count, free) if count and is_sooner(seconds, count, BLOCK_TOKENS / self.rate) else None
+    def _predict(self, whence: str, count: int) -> tuple[float, int, str] | None:
+        """Seconds and blocks; None: there are none, or computing them is sooner."""
+        bandwidth, waits = self._bandwidths[whence], max(0.0, self._free[whence] - self.now)
+        size = count * BLOCK_TOKENS * TOKEN_BYTES
+        seconds = predict_seconds(size, int(waits * bandwidth), 1, 1, bandwidth) if count else 0.0
+        return (
+            (seconds, count, whence) if count and is_sooner(seconds, count, BLOCK_TOKENS / TOKENS_PER_SECOND) else None
+        )
 
-    def _count_held(self, worker: int | None, names: Sequence[bytes]) -> int:
-        """Leading blocks that a worker gives away: of memory, then of its disk."""
-        if worker is None:
-            return 0
-        held = len(self._memories[worker].match_prefix(names, len(names)))
-        return held + (len(self._stores[worker].find(names[held:])) if self._has_disk else 0)
+    def count_held(self, names: Sequence[bytes]) -> int:
+        """Leading blocks that it gives away: of memory, then of its disk."""
+        held = len(self.memory.match_prefix(names, len(names)))
+        return held + (len(self._disk.find(names[held:])) if self._has_disk else 0)
 
-    def find_holder(self, arrival: Arrival) -> int:
-        """Who has most of a prompt."""
-        names = [block.to_bytes(16, "little", signed=True) for block in arrival.blocks]
-        return max(range(self.count), key=lambda worker: self._count_held(worker, names))
-
-    def _keep_blocks(self, worker: int, names: list[bytes], matched: list[int], now: float) -> None:
-        memory = self._memories[worker]
-        missing = len(names) - len(matched)
+    def keep(self, names: list[bytes], matched: list[int], now: float) -> None:
+        self.now, memory = now, self.memory
         if memory.count_required(matched, len(names)) > memory.num_available:
             return
         memory.hold(matched)
-        blocks = matched + memory.allocate(missing)
+        blocks = matched + memory.allocate(len(names) - len(matched))
         memory.release(blocks, names, now)
-        while self._has_disk and self._watched[worker].is_due:
-            self._write(worker)
+        while self._has_disk and self._watched.is_due:
+            self._write()
 
-    def _write(self, worker: int) -> None:
-        cache, store = self._watched[worker], self._stores[worker]
-        taken = cache.take_coldest(BATCH, lambda name, reused: store.has(name))
+    def _write(self) -> None:
+        taken = self._watched.take_coldest(BATCH, lambda name, reused: self._disk.has(name))
         names = [name for _, name in reversed(taken)]
         while names:
-            places = store.plan(len(names))
-            store.append(places, names[: len(places)], self._rows[: len(places)])
+            places = self._disk.plan(len(names))
+            self._disk.append(places, names[: len(places)], self._rows[: len(places)])
             names = names[len(places) :]
-        cache.unpin([block for block, _ in taken])
-        self.written_tokens += len(taken) * BLOCK_TOKENS
+        self._watched.unpin([block for block, _ in taken])
+        self.written += len(taken)
+
+
+def name_blocks(flight: Flight) -> list[bytes]:
+    return [block.to_bytes(16, "little", signed=True) for block in flight.blocks]
+
+
+class TieredWorker(DecodeWorker):
+    """Its cache is a `Store`."""
+
+    def __init__(self, name: str, profile: WorkerProfile, ordered_at: float, store: Store) -> None:
+        super().__init__(name, profile, ordered_at)
+        self.store = store
+        self.loaded: dict[int, int] = {}
+        """Blocks that were brought for requests that are to begin."""
+
+    def load(self, flight: Flight, source: Store | None, now: float) -> float:
+        """When everything is here that is brought for a prompt."""
+        names, most = name_blocks(flight), (flight.prompt - 1) // BLOCK_TOKENS
+        matched = self.store.memory.match_prefix(names, most)
+        self.loaded[flight.index], ready = self.store.load(names[len(matched) : most], source, now)
+        return ready
+
+    def find(self, flight: Flight, now: float) -> int:
+        names, most = name_blocks(flight), (flight.prompt - 1) // BLOCK_TOKENS
+        matched = self.store.memory.match_prefix(names, most)
+        self.store.keep(names, matched, now)
+        return min(most, len(matched) + self.loaded.pop(flight.index)) * BLOCK_TOKENS
+
+
+_LOADED = 100
+"""An event beside those of `tandem_sim.replay`: what is brought for a prompt is there."""
+
+
+class TieredSimulation(Simulation):
+    """A prompt is begun once what is brought for it is there; `naming`: workers are told who has a part of it."""
+
+    def __init__(self, arrivals: list[Arrival], workers: int, routing: Routing, *, naming: bool, **store: Any) -> None:
+        setting = Setting(
+            prefill=None, decode=PROFILE, replicas={Role.DECODE: workers}, ttft=NO_TARGET, tpot=NO_TARGET,
+            deadlines=False, hold_seconds=None,
+        )  # fmt: skip
+        super().__init__(arrivals, setting, routing=routing)
+        self._naming, self._options = naming, store
+        self.stores: dict[str, Store] = {}
+
+    def _build_decode(self, name: str, now: float) -> TieredWorker:
+        self.stores[name] = Store(**self._options)
+        return TieredWorker(name, self.setting.decode, now, self.stores[name])
+
+    def _submit(self, flight: Flight, prefill: AnyWorker) -> None:
+        assert isinstance(prefill, TieredWorker)
+        ready = prefill.load(flight, self._find_source(flight), self.now)
+        if ready > self.now:
+            self._plan(ready, _LOADED, flight)
+        else:
+            super()._submit(flight, prefill)
+
+    def _handle(self, kind: int, subject: object, version: int) -> None:
+        if kind != _LOADED:
+            super()._handle(kind, subject, version)
+            return
+        assert isinstance(subject, Flight)
+        assert subject.prefill is not None
+        super()._submit(subject, subject.prefill)
+
+    def _find_source(self, flight: Flight) -> Store | None:
+        """Whom the gateway names; where it is none of ours, whoever has most, as one could that knew everything."""
+        if not self._naming:
+            return None
+        if flight.choice is None:
+            names = name_blocks(flight)
+            return max(self.stores.values(), key=lambda store: store.count_held(names))
+        source = flight.choice.source
+        return None if source is None else self.stores[source.worker.name]
 
 
 class NamingTandem(Tandem):
     """The gateway's own scheduling, with workers that have told at which rate they bring blocks."""
 
-    def __init__(self, fleet: TieredFleet, *, kv_tokens: int) -> None:
-        super().__init__(fleet, kv_tokens=kv_tokens)
-        self._tiered = fleet
-        for scheduler in self._schedulers:
-            for endpoint in scheduler.endpoints.values():
-                endpoint.pull_rate = (fleet.peer_bandwidth or 0.0) / TOKEN_BYTES
+    def __init__(self, kv_tokens: int, peer_bandwidth: float) -> None:
+        super().__init__(kv_tokens=kv_tokens)
+        self._pull_rate = peer_bandwidth / TOKEN_BYTES
 
-    def choose(self, arrival: Arrival) -> int:
-        worker = super().choose(arrival)
-        assert self._pending is not None
-        source = self._pending[1].source
-        self._tiered.source = None if source is None else self._numbers[source.worker.name]
-        return worker
-
-
-class NamingRoundRobin(RoundRobin):
-    """One after another, each told of whoever has most of the prompt."""
-
-    def __init__(self, fleet: TieredFleet) -> None:
-        super().__init__(fleet)
-        self._tiered = fleet
-
-    def choose(self, arrival: Arrival) -> int:
-        self._tiered.source = self._tiered.find_holder(arrival)
-        return super().choose(arrival)
+    def apply(self, workers: Iterable[AnyWorker]) -> None:
+        super().apply(workers)
+        for gateway in self.gateways:
+            for endpoint in gateway.scheduler.endpoints.values():
+                endpoint.pull_rate = self._pull_rate
 
 
 def play(
-    arrivals: list[Arrival], workers: int, build: Callable[[TieredFleet], Policy], **disk: Any
-) -> tuple[Replay, TieredFleet]:
-    fleet = TieredFleet(workers, tokens_per_second=TOKENS_PER_SECOND, kv_tokens=MEMORY_TOKENS, **disk)
-    return replay(Recorded(arrivals), fleet, build(fleet)), fleet
-
-
-def homes(kv_tokens: int) -> Callable[[TieredFleet], Policy]:
-    """The gateway's own scheduling, told how many tokens a worker keeps."""
-    return lambda fleet: Tandem(fleet, kv_tokens=kv_tokens)
-
-
-def naming_homes(kv_tokens: int) -> Callable[[TieredFleet], Policy]:
-    """The same, naming holders."""
-    return lambda fleet: NamingTandem(fleet, kv_tokens=kv_tokens)
+    arrivals: list[Arrival],
+    workers: int,
+    routing: Routing,
+    *,
+    naming: bool = False,
+    disk_tokens: int = 0,
+    bandwidth: float = 1.5e9,
+    write_through: bool = False,
+    peer_bandwidth: float = 0.0,
+) -> dict[str, float]:
+    simulation = TieredSimulation(
+        arrivals, workers, routing, naming=naming, disk_tokens=disk_tokens, bandwidth=bandwidth,
+        write_through=write_through, peer_bandwidth=peer_bandwidth,
+    )  # fmt: skip
+    seen, stores = simulation.run(), simulation.stores.values()
+    prompts = sum(arrival.prompt for arrival in arrivals)
+    return {
+        "hits": round(seen.hit_ratio, 4),
+        "p90": round(float(np.percentile(seen.ttft, 90)), 3),
+        "written": round(sum(store.written for store in stores) * BLOCK_TOKENS / prompts, 3),
+        "loaded": round(sum(store.brought["disk"] for store in stores) * BLOCK_TOKENS / prompts, 3),
+        "pulled": round(sum(store.brought["peer"] for store in stores) * BLOCK_TOKENS / prompts, 3),
+    }
 
 
 def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
     """Hits and writes with and without disks, and first tokens at several bandwidths."""
     whole = MEMORY_TOKENS + DISK_TOKENS
-    both = {"disk_tokens": DISK_TOKENS, "peer_bandwidth": PEER_BANDWIDTH}
-    plans: dict[str, tuple[Callable[[TieredFleet], Policy], dict[str, Any]]] = {
-        "homes, memory": (homes(MEMORY_TOKENS), {}),
-        "homes, disk": (homes(whole), {"disk_tokens": DISK_TOKENS}),
-        "homes, disk, written through": (homes(whole), {"disk_tokens": DISK_TOKENS, "write_through": True}),
-        "round robin, memory": (RoundRobin, {}),
-        "round robin, disk": (RoundRobin, {"disk_tokens": DISK_TOKENS}),
-        "homes, disk and peers": (naming_homes(whole), both),
-        "round robin, disk and peers": (NamingRoundRobin, both),
+    disk, peers = {"disk_tokens": DISK_TOKENS}, {"peer_bandwidth": PEER_BANDWIDTH, "naming": True}
+    plans: dict[str, tuple[Routing, dict[str, Any]]] = {
+        "homes, memory": (Tandem(), {}),
+        "homes, disk": (Tandem(kv_tokens=whole), disk),
+        "homes, disk, written through": (Tandem(kv_tokens=whole), disk | {"write_through": True}),
+        "round robin, memory": (RoundRobin(), {}),
+        "round robin, disk": (RoundRobin(), disk),
+        "homes, disk and peers": (NamingTandem(whole, PEER_BANDWIDTH), disk | peers),
+        "round robin, disk and peers": (RoundRobin(), disk | peers),
     }
-    prompts = sum(arrival.prompt for arrival in arrivals)
-    found: dict[str, Any] = {}
-    for name, (build, disk) in plans.items():
-        seen, fleet = play(arrivals, workers, build, **disk)
-        figures = {
-            "hits": round(seen.hit_ratio(), 4),
-            "p90": round(seen.ttft_at(90), 3),
-            "written": round(fleet.written_tokens / prompts, 3),
-            "loaded": round(fleet.loaded_tokens / prompts, 3),
-            "pulled": round(fleet.pulled_tokens / prompts, 3),
-        }
-        found[name] = figures
-        print(f"{workers:4} workers  {name:30} {json.dumps(figures)}", flush=True)
     for bandwidth in BANDWIDTHS:
         # A disk that is slow switches itself off, and gateways reckon with memory alone.
         disk_tokens = 0 if is_slow(bandwidth, TOKEN_BYTES, 1 / TOKENS_PER_SECOND) else DISK_TOKENS
-        build = homes(MEMORY_TOKENS + disk_tokens)
-        seen, _ = play(arrivals, workers, build, disk_tokens=disk_tokens, bandwidth=bandwidth)
-        figures = {"hits": round(seen.hit_ratio(), 4), "p90": round(seen.ttft_at(90), 3)}
-        found[f"homes, disk of {bandwidth / 1e6:.0f} MB/s"] = figures
-        print(f"{workers:4} workers  disk at {bandwidth / 1e6:5.0f} MB/s: {json.dumps(figures)}", flush=True)
-        seen, _ = play(arrivals, workers, naming_homes(MEMORY_TOKENS), peer_bandwidth=bandwidth)
-        figures = {"hits": round(seen.hit_ratio(), 4), "p90": round(seen.ttft_at(90), 3)}
-        found[f"homes, peers at {bandwidth / 1e6:.0f} MB/s"] = figures
-        print(f"{workers:4} workers  peers at {bandwidth / 1e6:4.0f} MB/s: {json.dumps(figures)}", flush=True)
+        plans[f"homes, disk of {bandwidth / 1e6:.0f} MB/s"] = (
+            Tandem(kv_tokens=MEMORY_TOKENS + disk_tokens), {"disk_tokens": disk_tokens, "bandwidth": bandwidth},
+        )  # fmt: skip
+        plans[f"homes, peers at {bandwidth / 1e6:.0f} MB/s"] = (
+            NamingTandem(MEMORY_TOKENS, bandwidth), {"peer_bandwidth": bandwidth, "naming": True},
+        )  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, (routing, options) in plans.items():
+        found[name] = play(arrivals, workers, routing, **options)
+        print(f"{workers:4} workers  {name:30} {json.dumps(found[name])}", flush=True)
     return found
 
 
