@@ -13,7 +13,10 @@ from tandem_sim.routing import Router
 from tandem_sim.workers import DecodeWorker, Flight
 from xxhash import xxh3_64_intdigest
 
-TELEMETRY_SECONDS = 0.25
+TELEMETRY_SECONDS = 1.0
+"""As gateways read it."""
+PROGRESS_SECONDS = 0.25
+"""Tokens of answers are counted so often."""
 
 
 class _Simple:
@@ -123,7 +126,7 @@ class Tandem:
         prompts: bool = True,
         kv_tokens: int | None = None,
     ) -> None:
-        """`telemetry`: workers tell their queue and eviction horizon four times a second, and with `prompts` the names
+        """`telemetry`: workers tell their queue and eviction horizon once a second, and with `prompts` the names
         of prompts that they have begun.
         """
         self.closed: set[str] = set()
@@ -153,7 +156,7 @@ class Tandem:
             gateway.tell(worker)
 
     def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
-        if now - self._progressed_at >= TELEMETRY_SECONDS:
+        if now - self._progressed_at >= PROGRESS_SECONDS:
             self._progressed_at = now
             self._progress(now)
         if self._telemetry and now - self._told_at >= TELEMETRY_SECONDS:
