@@ -53,8 +53,9 @@ GOALS = {4: 0.308, 16: 0.350, 64: 0.367}
 NO_TARGET = Target(percentile=0.9, seconds=3600.0)
 PROFILE = WorkerProfile(
     name="disks", source="made up", prefill_token_seconds=1 / TOKENS_PER_SECOND, step_seconds=0.01,
-    step_sequence_seconds=0.0002, kv_tokens=MEMORY_TOKENS,
+    step_sequence_seconds=0.0002, kv_tokens=1 << 40,
 )  # fmt: skip
+"""Memory bounds what is kept (`Store`), and no answers: what is compared is where blocks come from."""
 
 
 class Nowhere(Volume):
@@ -260,7 +261,7 @@ def compare(arrivals: list[Arrival], workers: int) -> dict[str, Any]:
     whole = MEMORY_TOKENS + DISK_TOKENS
     disk, peers = {"disk_tokens": DISK_TOKENS}, {"peer_bandwidth": PEER_BANDWIDTH, "naming": True}
     plans: dict[str, tuple[Routing, dict[str, Any]]] = {
-        "homes, memory": (Tandem(), {}),
+        "homes, memory": (Tandem(kv_tokens=MEMORY_TOKENS), {}),
         "homes, disk": (Tandem(kv_tokens=whole), disk),
         "homes, disk, written through": (Tandem(kv_tokens=whole), disk | {"write_through": True}),
         "round robin, memory": (RoundRobin(), {}),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 
-from tandem_gateway.scheduling import Worker
+from tandem_gateway.scheduling import Outcome, Worker
 from tandem_sim.fleet import AnyWorker
 from tandem_sim.routing import Router
 from tandem_sim.workers import DecodeWorker, Flight
@@ -177,7 +177,10 @@ class Tandem:
 
     def first_token(self, flight: Flight, now: float) -> None:
         assert flight.decode is not None
-        self._taken[flight.index].first_token(flight, now)
+        gateway = self._taken[flight.index]
+        gateway.first_token(flight, now)
+        if flight.choice is not None:
+            gateway.scheduler.report(flight.choice.decode, Outcome.ANSWERED, now)
         expected = self._expected.pop(flight.index)
         if not flight.restarts:
             self.predictions.append((expected, now - flight.arrived))
