@@ -58,14 +58,14 @@ def test_first_tokens_as_with_workers_that_do_both_and_answers_as_apart(rate: fl
     assert first <= 1.1 * both < apart
     assert token <= 1.25 * steady < uneven
     assert token < STEP
-    assert seen.router.scheduler.conversions[Verdict.CONVERTED] > 20
-    assert [endpoint.own.tokens for endpoint in seen.router.scheduler.endpoints.values()] == [0, 0]
+    assert seen.routing.scheduler.conversions[Verdict.CONVERTED] > 20
+    assert [endpoint.own.tokens for endpoint in seen.routing.scheduler.endpoints.values()] == [0, 0]
 
 
 def test_a_target_that_decoding_alone_takes_changes_nothing() -> None:
     apart, _, _ = measure(0.9, prefills=1, decodes=1)
     first, _, seen = measure(0.9, prefills=1, decodes=1, step=0.027)
-    assert seen.router.scheduler.conversions[Verdict.NO_ROOM] > 20
+    assert seen.routing.scheduler.conversions[Verdict.NO_ROOM] > 20
     assert first > 0.7 * apart  # only an idle decode worker computes prompts
 
 
@@ -74,4 +74,4 @@ def test_two_prefill_and_two_decode_workers_share_them() -> None:
     first, token, seen = measure(1.9, prefills=2, decodes=2, step=STEP)
     assert first < 0.75 * apart
     assert token < STEP
-    assert seen.router.scheduler.conversions[Verdict.CONVERTED] > 20
+    assert seen.routing.scheduler.conversions[Verdict.CONVERTED] > 20

@@ -12,9 +12,10 @@ from tandem_gateway.scheduling import Terms
 from tandem_operator.autoscale.plan.contract import Snapshot, Target
 
 from tandem_sim.fleet import AnyWorker, RolePool, StartUp
+from tandem_sim.load import Load, Recorded
 from tandem_sim.profiles import WorkerProfile
 from tandem_sim.result import Replay
-from tandem_sim.routing import Router
+from tandem_sim.routing import Router, Routing
 from tandem_sim.telemetry import Telemetry
 from tandem_sim.traces import Arrival
 from tandem_sim.workers import NEVER, DecodeWorker, Flight, PrefillWorker, demote
@@ -85,19 +86,22 @@ class Simulation:
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[Arrival] | Load,
         setting: Setting,
         policy: Policy | None = None,
         *,
+        routing: Routing | None = None,
         tell: Callable[[float], None] | None = None,
     ) -> None:
-        """`tell` hears now and then which share of the requests has come."""
+        """`policy` decides about replicas, `routing` who gets a request: the gateway's scheduling code where nobody is
+        given. `tell` hears now and then which share of the requests has come.
+        """
         self.setting = setting
         self._tell = tell
         self.policy = policy
         self.now = 0.0
         seconds = setting.convert_step_seconds
-        self.router = Router(None if seconds is None else Terms(step_seconds=seconds))
+        self.routing = routing or Router(None if seconds is None else Terms(step_seconds=seconds))
         self.pools: dict[Role, RolePool] = {}
         if setting.prefill is not None:
             self.pools[Role.PREFILL] = RolePool(self._build_prefill, "prefill", setting.start_up, setting.seed)
@@ -106,10 +110,10 @@ class Simulation:
         self.waiting: list[tuple[float, int, Flight]] = []
         """Requests that the gateway keeps, by deadline or arrival, and some that it has turned away since."""
         self.held = self.held_tokens = 0
-        self._arrivals = arrivals
+        self._load = Recorded(arrivals) if isinstance(arrivals, Sequence) else arrivals
         self._events: list[tuple[float, int, int, object, int]] = []
         self._order = 0
-        self._open = 0
+        self._came = self._open = 0
         self.done: list[Flight] = []
 
     def run(self) -> Replay:
@@ -124,21 +128,11 @@ class Simulation:
             self._plan(failure.at, _FAIL, failure)
         if self.policy is not None:
             self._plan(self.policy.period, _DECIDE, None)
-        arrivals = self._arrivals
-        last = arrivals[-1].at if arrivals else 0.0
-        index, count, events = 0, len(arrivals), self._events
-        while index < count or self._open:
-            if index < count and (not events or arrivals[index].at <= events[0][0]):
-                arrival = arrivals[index]
-                self.now = arrival.at
-                due = arrival.at + setting.ttft.limit(arrival.prompt)
-                flight = Flight(index, arrival.at, arrival.prompt, arrival.output, arrival.blocks, arrival.session, due)
-                index += 1
-                if self._tell is not None and not index & 0x7FF:
-                    self._tell(index / count)
-                self._open += 1
-                self.telemetry.arrive(flight)
-                self._offer(flight)
+        last, load, events = 0.0, self._load, self._events
+        while (at := load.next_at) < NEVER or self._open:
+            if at < NEVER and (not events or at <= events[0][0]):
+                self.now = last = at
+                self._arrive(load.pop())
                 continue
             if not events:
                 raise RuntimeError(f"{self._open} requests wait for workers that never come, from {self.now:.0f} s on")
@@ -149,6 +143,16 @@ class Simulation:
         return Replay.build(self.done, self.pools, setting, until=max(last, 1e-9))
 
     # events
+
+    def _arrive(self, arrival: Arrival) -> None:
+        due = arrival.at + self.setting.ttft.limit(arrival.prompt)
+        flight = Flight(self._came, arrival.at, arrival.prompt, arrival.output, arrival.blocks, arrival.session, due)
+        self._came += 1
+        if self._tell is not None and not self._came & 0x7FF:
+            self._tell(self._came / self._load.total)
+        self._open += 1
+        self.telemetry.arrive(flight)
+        self._offer(flight)
 
     def _plan(self, at: float, kind: int, subject: object, version: int = 0) -> None:
         self._order += 1
@@ -225,7 +229,7 @@ class Simulation:
             return
         if flight.first == NEVER:
             flight.first = self.now
-        self.router.first_token(flight, self.now)
+        self.routing.first_token(flight, self.now)
         decode.join(flight, self.now)
         self._schedule(decode)
 
@@ -234,10 +238,14 @@ class Simulation:
         decode = flight.decode
         assert decode is not None
         decode.kv_reserved -= flight.prompt + flight.output
-        self.router.end(flight)
+        self.routing.end(flight)
         self.telemetry.finish(flight)
+        self._conclude(flight)
+
+    def _conclude(self, flight: Flight) -> None:
         self.done.append(flight)
         self._open -= 1
+        self._load.end(flight.session, self.now)
 
     # the gateway
 
@@ -262,8 +270,7 @@ class Simulation:
         if not self.held:
             self.waiting.clear()
         flight.end = self.now
-        self.done.append(flight)
-        self._open -= 1
+        self._conclude(flight)
 
     def _let_go(self, flight: Flight) -> None:
         flight.held_until = NEVER
@@ -304,23 +311,26 @@ class Simulation:
         assert decode is not None
         assert prefill is not None
         decode.kv_reserved += flight.prompt + flight.output
-        prefill.submit(flight, self.now + GATEWAY_SECONDS)
+        self._submit(flight, prefill)
         self._update_closed(decode)
         if prefill is not decode:
             self._update_closed(prefill)
-        self._schedule(prefill)
         return True
+
+    def _submit(self, flight: Flight, prefill: AnyWorker) -> None:
+        prefill.submit(flight, self.now + GATEWAY_SECONDS)
+        self._schedule(prefill)
 
     def _choose(self, flight: Flight, *, local: bool) -> bool:
         if self.setting.convert_step_seconds is not None:
             for worker in self.pools[Role.DECODE].members:
                 assert isinstance(worker, DecodeWorker)
-                self.router.tell(worker)
-        return self.router.choose(flight, self.now, local=local)
+                self.routing.tell(worker)
+        return self.routing.choose(flight, self.now, local=local)
 
     def _prefills_closed(self) -> bool:
         """Whether no prefill worker takes a request now."""
-        closed = self.router.closed
+        closed = self.routing.closed
         return all(w.name in closed for w in self.pools[Role.PREFILL].members if w.state == "ready")
 
     def _update_closed(self, worker: AnyWorker) -> None:
@@ -332,9 +342,9 @@ class Simulation:
                 hold is not None and worker.prompt_backlog > hold
             )
         if full:
-            self.router.closed.add(worker.name)
+            self.routing.closed.add(worker.name)
         else:
-            self.router.closed.discard(worker.name)
+            self.routing.closed.discard(worker.name)
 
     # the fleet
 
@@ -346,7 +356,7 @@ class Simulation:
         return DecodeWorker(name, self.setting.decode, now, deadlines=self.setting.deadlines)
 
     def _apply(self) -> None:
-        self.router.apply(worker for pool in self.pools.values() for worker in pool.ready)
+        self.routing.apply(worker for pool in self.pools.values() for worker in pool.ready)
 
     def _decide(self) -> None:
         policy = self.policy
@@ -394,5 +404,5 @@ class Simulation:
             flight.decode.kv_reserved -= flight.prompt + flight.output
         flight.restarts += 1
         flight.decode = flight.prefill = None
-        self.router.end(flight, finished=False)
+        self.routing.end(flight, finished=False)
         self._offer(flight)
