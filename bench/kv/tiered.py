@@ -18,8 +18,9 @@ from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.fleet import AnyWorker
 from tandem_sim.load import Recorded
 from tandem_sim.profiles import WorkerProfile
-from tandem_sim.replay import Setting, Simulation
+from tandem_sim.replay import Simulation
 from tandem_sim.routing import Routing
+from tandem_sim.setting import Setting
 from tandem_sim.traces import BLOCK_TOKENS, Arrival
 from tandem_sim.workers import DecodeWorker, Flight
 from tandem_worker.engine.schedule.block_manager import BlockManager
@@ -228,7 +229,7 @@ class TieredSimulation(Simulation):
     def written_tokens(self) -> int:
         return sum(blocks.written for blocks in self.kept.values()) * BLOCK_TOKENS
 
-    def _build_decode(self, name: str, now: float) -> TieredWorker:
+    def _build(self, role: Role, name: str, now: float) -> TieredWorker:
         self.kept[name] = Blocks(self._tiers, self._shared)
         return TieredWorker(name, self.setting.decode, now, self.kept[name])
 
@@ -236,7 +237,7 @@ class TieredSimulation(Simulation):
         assert isinstance(prefill, TieredWorker)
         ready = prefill.load(flight, self._find_source(flight), self.now)
         if ready > self.now:
-            self._plan(ready, _LOADED, flight)
+            self._events.plan(ready, _LOADED, flight)
         else:
             super()._submit(flight, prefill)
 

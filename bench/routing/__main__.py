@@ -20,9 +20,10 @@ from tandem_sim.agents import Agents
 from tandem_sim.fleet import StartUp
 from tandem_sim.load import Load, Recorded
 from tandem_sim.profiles import WorkerProfile
-from tandem_sim.replay import Failure, Setting, Simulation
+from tandem_sim.replay import Simulation
 from tandem_sim.result import Replay
 from tandem_sim.routing import Routing
+from tandem_sim.setting import Failure, Setting
 from tandem_sim.synthetic import make_like_conversation
 from tandem_sim.traces import Arrival, multiply, offered_tokens, read
 
