@@ -28,7 +28,8 @@ import numpy as np
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.profiles import WorkerProfile
-from tandem_sim.replay import GATEWAY_SECONDS, Setting, Simulation
+from tandem_sim.replay import GATEWAY_SECONDS, Simulation
+from tandem_sim.setting import Setting
 from tandem_sim.traces import Arrival
 
 from bench.autoscaling.live import Stream, answer, measure_batch, measure_step, replay

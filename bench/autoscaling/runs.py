@@ -13,8 +13,9 @@ from tandem_operator.autoscale.plan.adapter import Autoscaler
 from tandem_operator.autoscale.plan.contract import Target, Tuning
 from tandem_sim.baselines import SlaPlanner, Static, TokenVelocity, Told, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
-from tandem_sim.replay import Policy, Setting, Simulation
+from tandem_sim.replay import Policy, Simulation
 from tandem_sim.result import Replay
+from tandem_sim.setting import Setting
 from tandem_sim.shapes import Shape, play
 from tandem_sim.traces import Arrival
 from tandem_sim.workload import D, Intensity, P, Workload

@@ -10,26 +10,33 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from tandem_api.names import Role
+from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.agents import Agents
+from tandem_sim.fleet import StartUp
+from tandem_sim.load import Load, Recorded
+from tandem_sim.profiles import WorkerProfile
+from tandem_sim.replay import Simulation
+from tandem_sim.result import Replay
+from tandem_sim.routing import Routing
+from tandem_sim.setting import Failure, Setting
 from tandem_sim.synthetic import make_like_conversation
 from tandem_sim.traces import Arrival, multiply, offered_tokens, read
 
 from bench.routing.decision import measure
-from bench.routing.fleet import Fleet
 from bench.routing.policies import (
     LeastTokens,
     PerfectGreedy,
-    Policy,
     PowerOfTwo,
     PrefixOnly,
     RoundRobin,
     SessionHash,
     Tandem,
 )
-from bench.routing.simulate import Load, Recorded, Replay, replay
 from bench.routing.verdict import FOUR, GREEDY, ONE, Rows, judge
 
 MAX_COPIES = 4
@@ -41,73 +48,82 @@ AGENTS = 35
 AGENTS_TURNS = 4
 """Turns of each agent at least, in the mean."""
 
-Build = Callable[[Fleet], Policy]
+NO_TARGET = Target(percentile=0.9, seconds=3600.0)
+
+POLICIES: Mapping[str, Callable[[], Routing]] = {
+    "least tokens": LeastTokens,
+    "session hash": SessionHash,
+    GREEDY: PerfectGreedy,
+    ONE: lambda: Tandem(telemetry=True),
+    FOUR: lambda: Tandem(gateways=4, telemetry=True),
+    "tandem, 4 gateways, unnamed prompts": lambda: Tandem(gateways=4, telemetry=True, prompts=False),
+}
+OTHERS: Mapping[str, Callable[[], Routing]] = {
+    "round robin": RoundRobin,
+    "power of two": PowerOfTwo,
+    "prefix only": PrefixOnly,
+    "tandem, no telemetry": Tandem,
+    "tandem, half of the sessions named": lambda: Tandem(telemetry=True, naming=0.5),
+    "tandem, no session named": lambda: Tandem(telemetry=True, naming=0.0),
+    "tandem, 4 gateways, no telemetry": lambda: Tandem(gateways=4),
+}
+"""What tells little beside those, for `--all`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The simulated workers."""
+class Fleet:
+    """Equal workers that do both."""
 
     rate: float
+    """Prompt tokens per second of each."""
     kv_tokens: int
+    workers: int = 1
 
-    def fleet(self, workers: int) -> Fleet:
-        return Fleet(workers, tokens_per_second=self.rate, kv_tokens=self.kv_tokens)
+    def setting(self, *, lose_at: float = 0.0, lose: int = 0) -> Setting:
+        """`lose`: so many workers vanish at that time, and none comes in their place."""
+        profile = WorkerProfile(
+            name="routing", source="made up", prefill_token_seconds=1 / self.rate, step_seconds=0.01,
+            step_sequence_seconds=0.0002, kv_tokens=self.kv_tokens, chunk_tokens=2048,
+        )  # fmt: skip
+        return Setting(
+            prefill=None, decode=profile, replicas={Role.DECODE: self.workers}, ttft=NO_TARGET, tpot=NO_TARGET,
+            deadlines=False, hold_seconds=None, start_up=StartUp(seconds=float("inf")),
+            failures=[Failure(at=lose_at, role=Role.DECODE) for _ in range(lose)],
+        )  # fmt: skip
 
-    def tandem(self, *, gateways: int = 1, naming: float = 1.0, telemetry: bool = False, prompts: bool = True) -> Build:
-        return lambda fleet: Tandem(
-            fleet, kv_tokens=self.kv_tokens, gateways=gateways, naming=naming, telemetry=telemetry, prompts=prompts
-        )
-
-    def policies(self) -> dict[str, Build]:
-        return {
-            "least tokens": LeastTokens,
-            "session hash": SessionHash,
-            GREEDY: PerfectGreedy,
-            ONE: self.tandem(telemetry=True),
-            FOUR: self.tandem(gateways=4, telemetry=True),
-            "tandem, 4 gateways, unnamed prompts": self.tandem(gateways=4, telemetry=True, prompts=False),
-        }
-
-    def others(self) -> dict[str, Build]:
-        """What tells little beside those, for `--all`."""
-        return {
-            "round robin": RoundRobin,
-            "power of two": PowerOfTwo,
-            "prefix only": PrefixOnly,
-            "tandem, no telemetry": self.tandem(),
-            "tandem, half of the sessions named": self.tandem(telemetry=True, naming=0.5),
-            "tandem, no session named": self.tandem(telemetry=True, naming=0.0),
-            "tandem, 4 gateways, no telemetry": self.tandem(gateways=4),
-        }
+    def run(self, load: Load, routing: Routing, *, lose_at: float = 0.0, lose: int = 0) -> Replay:
+        return Simulation(load, self.setting(lose_at=lose_at, lose=lose), routing=routing).run()
 
 
 def main() -> None:
     options = _build_parser().parse_args()
     recording = read(options.trace) if options.trace else make_like_conversation(3540)
-    setting = Setting(rate=options.rate, kv_tokens=options.kv_tokens)
-    policies = setting.policies() | (setting.others() if options.all else {})
+    fleet = Fleet(rate=options.rate, kv_tokens=options.kv_tokens)
+    policies = {**POLICIES, **(OTHERS if options.all else {})}
     result: dict[str, object] = {
         "trace": options.trace.name if options.trace else "made up",
-        "tokens_per_second": setting.rate,
-        "kv_tokens": setting.kv_tokens,
+        "tokens_per_second": fleet.rate,
+        "kv_tokens": fleet.kv_tokens,
     }
     if not options.quick:
         result["decision"] = _print_decisions()
     cells: dict[str, Rows] = {}
     for workers in options.workers:
+        fleet = replace(fleet, workers=workers)
         for load in options.load:
-            arrivals = _scale(recording, workers, setting.rate, load)[: options.requests]
+            arrivals = _scale(recording, workers, fleet.rate, load)[: options.requests]
             name = f"conversation, {workers} workers" + (", as recorded" if not load else f", load {load:g}")
-            cells[name] = _compare(name, workers, lambda arrivals=arrivals: Recorded(arrivals), setting, policies)
+            cells[name] = _compare(name, fleet, lambda arrivals=arrivals: Recorded(arrivals), policies)
         agents, requests = options.agents * workers, max(options.requests, AGENTS_TURNS * options.agents * workers)
         name = f"agents, {workers} workers"
         cells[name] = _compare(
-            name, workers, lambda agents=agents, requests=requests: Agents(agents, requests=requests), setting, policies
+            name, fleet, lambda agents=agents, requests=requests: Agents(agents, requests=requests), policies
         )
     result["cells"] = cells
     if not options.quick:
-        result["a quarter lost"] = {str(workers): _lose(workers, recording, setting) for workers in options.lose}
+        result["a quarter lost"] = {
+            str(workers): _lose(replace(fleet, workers=workers), recording) for workers in options.lose
+        }
     result["verdict"] = verdict = judge(cells)
     for name, row in verdict.items():
         print(f"{name}: {row['value']} (goal {row['goal']}), {'met' if row['met'] else 'not met'}")
@@ -147,15 +163,14 @@ def _scale(recording: list[Arrival], workers: int, rate: float, load: float) -> 
 
 
 def _compare(
-    title: str, workers: int, build_load: Callable[[], Load], setting: Setting, policies: Mapping[str, Build]
+    title: str, fleet: Fleet, build_load: Callable[[], Load], policies: Mapping[str, Callable[[], Routing]]
 ) -> dict[str, dict[str, float]]:
     print(f"\n{title}")
     print(f"{'policy':36} {'hits %':>7} {'TTFT p50':>9} {'p90':>8} {'p99':>8} {'computing %':>12} {'predicted %':>12}")
     rows: dict[str, dict[str, float]] = {}
     for name, build in policies.items():
-        fleet = setting.fleet(workers)
-        policy = build(fleet)
-        rows[name] = row = _read(replay(build_load(), fleet, policy), setting.rate * workers)
+        policy = build()
+        rows[name] = row = _read(fleet.run(build_load(), policy), fleet.rate * fleet.workers)
         predicted = ""
         if isinstance(policy, Tandem):
             row["predicted"] = round(100 * policy.predicted_share(), 1)
@@ -171,31 +186,34 @@ def _compare(
 def _read(seen: Replay, tokens_per_second: float) -> dict[str, float]:
     return {
         "requests": len(seen.at),
-        "hits": round(100 * seen.hit_ratio(), 2),
-        "ttft_p50": round(seen.ttft_at(50), 4),
-        "ttft_p90": round(seen.ttft_at(90), 4),
-        "ttft_p99": round(seen.ttft_at(99), 4),
-        "token_ms_p90": round(1000 * seen.token_at(90), 3),
-        "computing": round(100 * seen.computed_tokens() / (tokens_per_second * max(1e-9, seen.at[-1])), 1),
+        "hits": round(100 * seen.hit_ratio, 2),
+        "ttft_p50": round(float(np.percentile(seen.ttft, 50)), 4),
+        "ttft_p90": round(float(np.percentile(seen.ttft, 90)), 4),
+        "ttft_p99": round(float(np.percentile(seen.ttft, 99)), 4),
+        "token_ms_p90": round(1000 * float(np.percentile(seen.token_seconds, 90)), 3),
+        "computing": round(
+            100 * int((seen.prompt - seen.hit).sum()) / (tokens_per_second * max(1e-9, float(seen.at[-1]))), 1
+        ),
     }
 
 
-def _lose(workers: int, recording: list[Arrival], setting: Setting) -> dict[str, float]:
+def _lose(fleet: Fleet, recording: list[Arrival]) -> dict[str, float]:
     """Hits after a quarter of the workers vanished a third into the recording, one lifetime of the caches later, beside
     those of a fleet that never had more.
     """
-    lost = set(range(workers // 4))
-    lose_at = recording[-1].at / 3
-    lifetime = (workers - len(lost)) * setting.kv_tokens / (0.7 * offered_tokens(recording))
+    lost, lose_at = fleet.workers // 4, recording[-1].at / 3
+    left = replace(fleet, workers=fleet.workers - lost)
+    lifetime = left.workers * fleet.kv_tokens / (0.7 * offered_tokens(recording))
     since = min(lose_at + lifetime, recording[-1].at * 0.9)
-    fleet = setting.fleet(workers)
-    seen = replay(Recorded(recording), fleet, setting.tandem()(fleet), lose_at=lose_at, lose=lost)
-    small = setting.fleet(workers - len(lost))
-    steady = replay(Recorded(recording), small, setting.tandem()(small))
-    row = {"hits": round(100 * seen.hit_ratio(since), 2), "undisturbed": round(100 * steady.hit_ratio(since), 2)}
+    seen = fleet.run(Recorded(recording), Tandem(), lose_at=lose_at, lose=lost)
+    steady = left.run(Recorded(recording), Tandem())
+    row = {
+        "hits": round(100 * seen.hit_ratio_from(since), 2),
+        "undisturbed": round(100 * steady.hit_ratio_from(since), 2),
+    }
     print(
-        f"\n{len(lost)} of {workers} workers lost at {lose_at:.0f} s: {row['hits']:.1f}% hits from {since:.0f} s on, "
-        f"{row['undisturbed']:.1f}% with {workers - len(lost)} from the beginning"
+        f"\n{lost} of {fleet.workers} workers lost at {lose_at:.0f} s: {row['hits']:.1f}% hits from {since:.0f} s on, "
+        f"{row['undisturbed']:.1f}% with {left.workers} from the beginning"
     )
     return row
 

@@ -3,100 +3,115 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
-import numpy as np
-from tandem_api.names import Role
-from tandem_gateway.scheduling import Choice, Demand, Scheduler, Worker
-from tandem_gateway.scheduling.prefix import CHUNK_BYTES
-from tandem_sim.traces import BLOCK_TOKENS, Arrival
+from tandem_gateway.scheduling import Outcome, Worker
+from tandem_sim.fleet import AnyWorker
+from tandem_sim.routing import Router
+from tandem_sim.workers import DecodeWorker, Flight
 from xxhash import xxh3_64_intdigest
 
-from bench.routing.fleet import Fleet, Served
-
-TELEMETRY_SECONDS = 0.25
-_CHUNKS = BLOCK_TOKENS * 4 // CHUNK_BYTES
-
-
-class Policy(Protocol):
-    def choose(self, arrival: Arrival) -> int: ...
-
-    def served(self, arrival: Arrival, worker: int, result: Served) -> None:
-        """The request was given to the worker; `result` lies in the future, and a policy may use it as it comes."""
-        ...
-
-    def lose(self, workers: set[int]) -> None: ...
+TELEMETRY_SECONDS = 1.0
+"""As gateways read it."""
+PROGRESS_SECONDS = 0.25
+"""Tokens of answers are counted so often."""
 
 
 class _Simple:
-    """Of a baseline: who is alive, and nothing to learn."""
+    """A baseline: who is there, and nothing to learn."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self.alive = list(range(fleet.count))
+    def __init__(self) -> None:
+        self.closed: set[str] = set()
+        self.workers: list[DecodeWorker] = []
         self.chance = random.Random(7)
 
-    def served(self, arrival: Arrival, worker: int, result: Served) -> None:
-        pass
+    def apply(self, workers: Iterable[AnyWorker]) -> None:
+        self.workers = [worker for worker in workers if isinstance(worker, DecodeWorker)]
 
-    def lose(self, workers: set[int]) -> None:
-        self.alive = [worker for worker in self.alive if worker not in workers]
+    def tell(self, worker: DecodeWorker) -> None: ...
+
+    def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
+        worker = self.pick(flight, now)
+        if not worker.has_room(flight.prompt + flight.output):
+            return False
+        flight.decode = flight.prefill = worker
+        return True
+
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        raise NotImplementedError
+
+    def first_token(self, flight: Flight, now: float) -> None: ...
+
+    def end(self, flight: Flight, *, finished: bool = True) -> None: ...
+
+    def _least(self, score: Callable[[DecodeWorker], float]) -> DecodeWorker:
+        """The smallest; among equals, anyone."""
+        scores = [score(worker) for worker in self.workers]
+        least = min(scores) + 1e-9
+        return self.chance.choice([w for w, its in zip(self.workers, scores, strict=True) if its <= least])
 
 
 class RoundRobin(_Simple):
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
+    def __init__(self) -> None:
+        super().__init__()
         self._turns = count()
 
-    def choose(self, arrival: Arrival) -> int:
-        return self.alive[next(self._turns) % len(self.alive)]
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        return self.workers[next(self._turns) % len(self.workers)]
 
 
 class SessionHash(_Simple):
-    def choose(self, arrival: Arrival) -> int:
-        return self.alive[xxh3_64_intdigest(arrival.session.to_bytes(8, "little")) % len(self.alive)]
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        return self.workers[xxh3_64_intdigest(flight.session.to_bytes(8, "little")) % len(self.workers)]
 
 
 class LeastTokens(_Simple):
     """The shortest queue, known exactly."""
 
-    def choose(self, arrival: Arrival) -> int:
-        return _first_of_least(np.maximum(self.fleet.free_at, arrival.at), self.chance)
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        return self._least(lambda worker: worker.count_uncomputed(now))
 
 
 class PowerOfTwo(_Simple):
-    def choose(self, arrival: Arrival) -> int:
-        pair = [self.chance.choice(self.alive) for _ in range(2)]
-        return min(pair, key=lambda worker: self.fleet.free_at[worker])
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        pair = [self.chance.choice(self.workers) for _ in range(2)]
+        return min(pair, key=lambda worker: worker.count_uncomputed(now))
 
 
 class PrefixOnly(_Simple):
     """The longest cached prefix, known exactly; queues do not matter."""
 
-    def choose(self, arrival: Arrival) -> int:
-        hits = self.fleet.count_hits(arrival)
-        hits[np.isinf(self.fleet.free_at)] = -1
-        return _first_of_least(-hits, self.chance)
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        return self._least(lambda worker: -worker.cache.match(flight.blocks, flight.prompt))
 
 
 class PerfectGreedy(_Simple):
-    """The earliest first token, with exact knowledge of every queue and every cache."""
+    """The fewest tokens before the first token, with exact knowledge of every queue and every cache."""
 
-    def choose(self, arrival: Arrival) -> int:
-        fleet = self.fleet
-        hits = fleet.count_hits(arrival)
-        return _first_of_least(
-            np.maximum(fleet.free_at, arrival.at) + (arrival.prompt - hits) / fleet.rate, self.chance
+    def pick(self, flight: Flight, now: float) -> DecodeWorker:
+        return self._least(
+            lambda worker: worker.count_uncomputed(now) - worker.cache.match(flight.blocks, flight.prompt)
         )
 
 
-def _first_of_least(scores: np.ndarray, chance: random.Random) -> int:
-    """The smallest; among equals, anyone."""
-    best = np.flatnonzero(scores <= scores.min() + 1e-9)
-    return int(best[chance.randrange(len(best))])
+class Gateway(Router):
+    """One of several gateways. `naming`: the share of sessions whose client sends `x-session-affinity`. `kv_tokens`:
+    what each worker keeps; None: what its profile says."""
+
+    def __init__(self, naming: float, kv_tokens: int | None) -> None:
+        super().__init__()
+        self._naming = naming
+        self._kv_tokens = kv_tokens
+
+    def describe(self, worker: AnyWorker) -> Worker:
+        known = super().describe(worker)
+        return known if self._kv_tokens is None else replace(known, kv_tokens=self._kv_tokens)
+
+    def name(self, flight: Flight) -> int:
+        session = xxh3_64_intdigest(flight.session.to_bytes(8, "little"))
+        return xxh3_64_intdigest(b"header", session) if session % 1000 < self._naming * 1000 else 0
 
 
 class Tandem:
@@ -104,126 +119,106 @@ class Tandem:
 
     def __init__(
         self,
-        fleet: Fleet,
         *,
-        kv_tokens: int,
         gateways: int = 1,
         naming: float = 1.0,
         telemetry: bool = False,
         prompts: bool = True,
+        kv_tokens: int | None = None,
     ) -> None:
-        """`naming`: the share of sessions whose client sends `x-session-affinity`. `telemetry`: workers tell their
-        queue and eviction horizon four times a second, and with `prompts` the names of prompts that they have begun.
+        """`telemetry`: workers tell their queue and eviction horizon once a second, and with `prompts` the names
+        of prompts that they have begun.
         """
-        self._fleet = fleet
-        self._telemetry = telemetry
-        self._begun: dict[int, list[str]] | None = {} if telemetry and prompts else None
-        """Names of prompts, by worker, since workers last told."""
+        self.closed: set[str] = set()
         self.predictions: list[tuple[float | None, float]] = []
         """Seconds to the first token, as predicted (None: too little was known) and as they came."""
-        self._told_at = 0.0
-        self._told = np.zeros(fleet.count), np.zeros(fleet.count)
-        self._workers = [
-            Worker(name=f"w-{number}", address=f"w-{number}:1", role=Role.DECODE, revision="r", kv_tokens=kv_tokens)
-            for number in range(fleet.count)
-        ]
-        self._numbers = {worker.name: number for number, worker in enumerate(self._workers)}
-        self._schedulers = [Scheduler() for _ in range(gateways)]
-        self._naming = naming
+        self.gateways = [Gateway(naming, kv_tokens) for _ in range(gateways)]
+        for gateway in self.gateways:
+            gateway.closed = self.closed
+        self._telemetry, self._prompts = telemetry, prompts
+        self._begun: dict[str, list[str]] = {}
+        """Names of prompts, by worker, since workers last told."""
+        self._told: dict[str, tuple[float, float]] = {}
+        self._told_at = self._progressed_at = 0.0
         self._chance = random.Random(3)
-        self._later: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = count()
-        self._pending: tuple[Scheduler, Choice, Demand] | None = None
-        self.decide: Callable[[], None] = lambda: None
-        for scheduler in self._schedulers:
-            scheduler.apply_workers(self._workers)
+        self._taken: dict[int, Gateway] = {}
+        self._expected: dict[int, float | None] = {}
+        self._streams: dict[Flight, float] = {}
+        """Answers under way, and the steps of their workers up to which their tokens are counted."""
 
-    def choose(self, arrival: Arrival) -> int:
-        later = self._later
-        while later and later[0][0] <= arrival.at:
-            at, _, act = heappop(later)
-            act(at)
-        if self._telemetry and arrival.at - self._told_at >= TELEMETRY_SECONDS:
-            self._told_at = arrival.at
-            self._tell(arrival.at)
-        scheduler = self._chance.choice(self._schedulers)
-        scheduler.tick(arrival.at)
-        demand = self._build_demand(scheduler, arrival)
-        choice = scheduler.choose(demand, arrival.at)
-        assert choice is not None
-        self._pending = scheduler, choice, demand
-        return self._numbers[choice.decode.worker.name]
+    def apply(self, workers: Iterable[AnyWorker]) -> None:
+        workers = list(workers)
+        for gateway in self.gateways:
+            gateway.apply(workers)
 
-    def served(self, arrival: Arrival, worker: int, result: Served) -> None:
-        assert self._pending is not None
-        scheduler, choice, demand = self._pending
-        reservation = scheduler.reserve(choice, demand, arrival.at)
-        self.predictions.append((reservation.expected, result.first_token - arrival.at))
-        if self._begun is not None and (name := scheduler.name_prompt(choice, demand)):
-            self._begun.setdefault(worker, []).append(name)
+    def tell(self, worker: DecodeWorker) -> None:
+        for gateway in self.gateways:
+            gateway.tell(worker)
 
-        def begin(now: float) -> None:
-            scheduler.accept(choice, demand, reservation, now)
-            reservation.first_token(now)
-            scheduler.estimator.learn_cached(
-                prompt_tokens=arrival.prompt, expected=choice.known_tokens, cached=result.hit_tokens
-            )
-            choice.learn_stored(result.hit_tokens)
+    def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
+        if now - self._progressed_at >= PROGRESS_SECONDS:
+            self._progressed_at = now
+            self._progress(now)
+        if self._telemetry and now - self._told_at >= TELEMETRY_SECONDS:
+            self._told_at = now
+            self._tell(now)
+        gateway = self._chance.choice(self.gateways)
+        gateway.scheduler.tick(now)
+        if not gateway.choose(flight, now, local=local):
+            return False
+        assert flight.choice is not None
+        assert flight.demand is not None
+        assert flight.reservation is not None
+        assert flight.decode is not None
+        self._taken[flight.index], self._expected[flight.index] = gateway, flight.reservation.expected
+        if self._telemetry and self._prompts and (name := gateway.scheduler.name_prompt(flight.choice, flight.demand)):
+            self._begun.setdefault(flight.decode.name, []).append(name)
+        return True
 
-        def end(now: float) -> None:
-            reservation.release()
-            scheduler.estimator.learn_output(arrival.output)
+    def first_token(self, flight: Flight, now: float) -> None:
+        assert flight.decode is not None
+        gateway = self._taken[flight.index]
+        gateway.first_token(flight, now)
+        if flight.choice is not None:
+            gateway.scheduler.report(flight.choice.decode, Outcome.ANSWERED, now)
+        expected = self._expected.pop(flight.index)
+        if not flight.restarts:
+            self.predictions.append((expected, now - flight.arrived))
+        self._streams[flight] = flight.decode.steps
 
-        self._plan(result.first_token, begin)
-        seconds = result.end - result.first_token
-        for part in (0.25, 0.5, 0.75):
-            self._plan(result.first_token + part * seconds, lambda now: reservation.progress(arrival.output // 4, now))
-        self._plan(result.end, end)
+    def end(self, flight: Flight, *, finished: bool = True) -> None:
+        self._streams.pop(flight, None)
+        self._taken.pop(flight.index).end(flight, finished=finished)
 
     def predicted_share(self) -> float:
         """Share of the first tokens that came within a fifth of what was predicted."""
         right = sum(told is not None and 0.8 * seen <= told <= 1.25 * seen for told, seen in self.predictions)
         return right / max(1, len(self.predictions))
 
-    def lose(self, workers: set[int]) -> None:
-        self._workers = [worker for worker in self._workers if self._numbers[worker.name] not in workers]
-        for scheduler in self._schedulers:
-            scheduler.apply_workers(self._workers)
+    def _progress(self, now: float) -> None:
+        """Tokens of answers, as they have come."""
+        for flight, counted in self._streams.items():
+            assert flight.decode is not None
+            assert flight.reservation is not None
+            flight.decode.advance(now)
+            if (tokens := int(flight.decode.steps - counted)) > 0:
+                self._streams[flight] = counted + tokens
+                flight.reservation.progress(tokens, now)
 
     def _tell(self, now: float) -> None:
         """Only what changed, as workers do."""
-        fleet = self._fleet
-        queued = np.where(np.isinf(fleet.free_at), 0.0, np.maximum(fleet.free_at - now, 0.0) * fleet.rate)
-        evicted = fleet.evicted_until.copy()
-        begun: dict[int, list[str]] = self._begun or {}
-        changed = {int(number) for number in np.flatnonzero((queued != self._told[0]) | (evicted != self._told[1]))}
-        for number in sorted(changed | begun.keys()):
-            for scheduler in self._schedulers:
-                endpoint = scheduler.endpoints.get(f"w-{number}")
-                if endpoint is not None:
-                    scheduler.observe(
-                        endpoint,
-                        now,
-                        queued_tokens=float(queued[number]),
-                        evicted_until=float(evicted[number]),
-                        prompts=begun.get(number, ()),
-                    )
-        begun.clear()
-        self._told = queued, evicted
-
-    def _plan(self, at: float, act: Callable[[float], None]) -> None:
-        heappush(self._later, (at, next(self._order), act))
-
-    def _build_demand(self, scheduler: Scheduler, arrival: Arrival) -> Demand:
-        session = xxh3_64_intdigest(arrival.session.to_bytes(8, "little"))
-        named = session % 1000 < self._naming * 1000
-        return Demand(
-            prompt_tokens=arrival.prompt,
-            output_tokens=scheduler.estimator.expected_output(None),
-            prefix=[
-                block * 0x9E3779B97F4A7C15 + part & 0xFFFFFFFFFFFFFFFF
-                for block in arrival.blocks
-                for part in range(_CHUNKS)
-            ],
-            affinity=xxh3_64_intdigest(b"header", session) if named else 0,
-        )
+        begun, self._begun = self._begun, {}
+        for name, worker in self.gateways[0].workers.items():
+            assert isinstance(worker, DecodeWorker)
+            told = worker.count_uncomputed(now), worker.cache.evicted_until
+            if told == self._told.get(name, (0.0, 0.0)) and name not in begun:
+                continue
+            self._told[name] = told
+            for gateway in self.gateways:
+                gateway.scheduler.observe(
+                    gateway.scheduler.endpoints[name],
+                    now,
+                    queued_tokens=told[0],
+                    evicted_until=told[1],
+                    prompts=begun.get(name, ()),
+                )

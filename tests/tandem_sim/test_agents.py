@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from itertools import pairwise
+from math import inf
 
 from tandem_sim.agents import Agents
 from tandem_sim.traces import BLOCK_TOKENS, Arrival
@@ -10,9 +11,10 @@ from tandem_sim.traces import BLOCK_TOKENS, Arrival
 def play(agents: Agents, seconds: float) -> list[tuple[Arrival, float]]:
     """Every answer takes so long."""
     seen = []
-    while (arrival := agents.pop()) is not None:
+    while agents.next_at < inf:
+        arrival = agents.pop()
         seen.append((arrival, arrival.at + seconds))
-        agents.end(arrival, arrival.at + seconds)
+        agents.end(arrival.session, arrival.at + seconds)
     return seen
 
 

@@ -11,7 +11,8 @@ from tandem_operator.autoscale.plan.contract import Counters, RoleSpec, RoleStat
 from tandem_sim.baselines import Ceiling, SlaPlanner, TokenVelocity, Told, Velocity, Window, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import H200, QWEN3_8B, build_profile
-from tandem_sim.replay import Setting, Simulation
+from tandem_sim.replay import Simulation
+from tandem_sim.setting import Setting
 from tandem_sim.shapes import Shape, play
 from tandem_sim.synthetic import make_conversations
 

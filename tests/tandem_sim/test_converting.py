@@ -11,7 +11,9 @@ from tandem_api.names import Role
 from tandem_gateway.scheduling import Verdict
 from tandem_operator.autoscale.plan.contract import Target
 from tandem_sim.profiles import WorkerProfile
-from tandem_sim.replay import Setting, Simulation
+from tandem_sim.replay import Simulation
+from tandem_sim.routing import Router
+from tandem_sim.setting import Setting
 from tandem_sim.traces import Arrival
 
 STEP = 0.06
@@ -33,8 +35,8 @@ def make_load(rate: float, seed: int) -> list[Arrival]:
     return arrivals
 
 
-def measure(rate: float, *, prefills: int, decodes: int, step: float | None = None) -> tuple[float, float, Simulation]:
-    """p90 of first tokens, p99 of token times in the mean of an answer, and the last of three replays."""
+def measure(rate: float, *, prefills: int, decodes: int, step: float | None = None) -> tuple[float, float, Router]:
+    """p90 of first tokens, p99 of token times in the mean of an answer, and the last gateway of three replays."""
     firsts: list[float] = []
     tokens: list[float] = []
     fleet = {Role.PREFILL: prefills, Role.DECODE: decodes} if prefills else {Role.DECODE: decodes}
@@ -47,7 +49,9 @@ def measure(rate: float, *, prefills: int, decodes: int, step: float | None = No
         seen = simulation.run()
         firsts += [float(one) for one in seen.ttft]
         tokens += [float(one) for one in seen.token_seconds]
-    return quantiles(firsts, n=10)[-1], quantiles(tokens, n=100)[-1], simulations[-1]
+    router = simulations[-1].routing
+    assert isinstance(router, Router)
+    return quantiles(firsts, n=10)[-1], quantiles(tokens, n=100)[-1], router
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.9])
@@ -58,14 +62,14 @@ def test_first_tokens_as_with_workers_that_do_both_and_answers_as_apart(rate: fl
     assert first <= 1.1 * both < apart
     assert token <= 1.25 * steady < uneven
     assert token < STEP
-    assert seen.router.scheduler.conversions[Verdict.CONVERTED] > 20
-    assert [endpoint.own.tokens for endpoint in seen.router.scheduler.endpoints.values()] == [0, 0]
+    assert seen.scheduler.conversions[Verdict.CONVERTED] > 20
+    assert [endpoint.own.tokens for endpoint in seen.scheduler.endpoints.values()] == [0, 0]
 
 
 def test_a_target_that_decoding_alone_takes_changes_nothing() -> None:
     apart, _, _ = measure(0.9, prefills=1, decodes=1)
     first, _, seen = measure(0.9, prefills=1, decodes=1, step=0.027)
-    assert seen.router.scheduler.conversions[Verdict.NO_ROOM] > 20
+    assert seen.scheduler.conversions[Verdict.NO_ROOM] > 20
     assert first > 0.7 * apart  # only an idle decode worker computes prompts
 
 
@@ -74,4 +78,4 @@ def test_two_prefill_and_two_decode_workers_share_them() -> None:
     first, token, seen = measure(1.9, prefills=2, decodes=2, step=STEP)
     assert first < 0.75 * apart
     assert token < STEP
-    assert seen.router.scheduler.conversions[Verdict.CONVERTED] > 20
+    assert seen.scheduler.conversions[Verdict.CONVERTED] > 20

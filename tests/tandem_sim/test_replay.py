@@ -10,8 +10,9 @@ from tandem_api.names import Role
 from tandem_operator.autoscale.plan.contract import Snapshot, Target
 from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import GPUS, H200, MODELS, QWEN3_8B, build_profile
-from tandem_sim.replay import Failure, Setting, Simulation
+from tandem_sim.replay import Simulation
 from tandem_sim.result import Replay, count_reversals
+from tandem_sim.setting import Failure, Setting
 from tandem_sim.synthetic import make_conversations
 
 from tests.effort import count_instructions

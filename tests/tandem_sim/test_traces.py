@@ -92,7 +92,7 @@ def test_what_is_made_up_is_like_what_was_published(
     hits = 0
     for arrival in arrivals:
         hits += cache.match(arrival.blocks, arrival.prompt)
-        cache.keep(arrival.blocks)
+        cache.keep(arrival.blocks, arrival.at)
     assert hits / prompts.sum() == pytest.approx(shared, abs=0.06)
 
 

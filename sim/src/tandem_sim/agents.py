@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from tandem_sim.traces import BLOCK_TOKENS, Arrival
 
@@ -64,7 +65,7 @@ class Agents:
 
     def __init__(self, agents: int, *, requests: int, ramp: float = 30.0, seed: int = 1) -> None:
         """`ramp`: seconds within which they begin, evenly."""
-        self._left = requests
+        self.total = self._left = requests
         self._blocks = count(1)
         self._conversations = count(1)
         self._order = count()
@@ -78,10 +79,12 @@ class Agents:
         for number in range(agents):
             self._begin(self._work(f"{seed}/{number}"), ramp * number / agents, None)
 
-    def pop(self) -> Arrival | None:
-        """The next request; None: all were made."""
-        if not self._due or not self._left:
-            return None
+    @property
+    def next_at(self) -> float:
+        """When the next request comes; infinite: all were made, or those to come wait for answers."""
+        return self._due[0][0] if self._due and self._left else inf
+
+    def pop(self) -> Arrival:
         self._left -= 1
         at, _, loop = heappop(self._due)
         turn = loop.next
@@ -89,9 +92,9 @@ class Agents:
         self._running[turn.conversation] = loop
         return Arrival(at, turn.prompt, turn.output, turn.blocks, turn.conversation)
 
-    def end(self, arrival: Arrival, at: float) -> None:
-        """Its answer has ended, or will end then."""
-        loop = self._running.pop(arrival.session)
+    def end(self, session: int, at: float) -> None:
+        """The answer of a conversation has ended then."""
+        loop = self._running.pop(session)
         turn = loop.next
         assert turn is not None
         loop.busy, loop.until = len(turn.helpers), at

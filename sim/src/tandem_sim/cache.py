@@ -10,11 +10,13 @@ from tandem_sim.traces import BLOCK_TOKENS
 class PrefixCache:
     """Blocks by id; equal ids have equal prefixes."""
 
-    __slots__ = ("_blocks", "capacity")
+    __slots__ = ("_blocks", "capacity", "evicted_until")
 
     def __init__(self, kv_tokens: int) -> None:
         self.capacity = kv_tokens // BLOCK_TOKENS
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.evicted_until = 0.0
+        """Last use of the block that was evicted last."""
+        self._blocks: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -28,13 +30,11 @@ class PrefixCache:
             hit += 1
         return min(hit * BLOCK_TOKENS, prompt - 1)
 
-    def keep(self, blocks: tuple[int, ...]) -> None:
+    def keep(self, blocks: tuple[int, ...], now: float) -> None:
         """Take in a prompt, deepest block first, so that leaves are evicted before their roots."""
         own = self._blocks
         for block in reversed(blocks):
-            if block in own:
-                own.move_to_end(block)
-            else:
-                own[block] = None
+            own[block] = now
+            own.move_to_end(block)
         while len(own) > self.capacity:
-            own.popitem(last=False)
+            _, self.evicted_until = own.popitem(last=False)

@@ -11,8 +11,9 @@ from tandem_api.names import Role
 from tandem_operator.autoscale.plan.adapter import Autoscaler
 
 from tandem_sim.fleet import StartUp
-from tandem_sim.replay import Setting, Simulation
+from tandem_sim.replay import Simulation
 from tandem_sim.result import Replay
+from tandem_sim.setting import Setting
 from tandem_sim.traces import Arrival
 from tandem_sim.workload import Intensity, Workload
 

@@ -84,6 +84,14 @@ class RolePool:
         self.retire(worker, now)
         return fresh
 
+    def retire_drained(self, worker: AnyWorker, now: float) -> None:
+        """A replica that is to go, and has nothing to do any more, goes."""
+        if worker.state != "draining":
+            return
+        idle = len(worker) == 0 if isinstance(worker, PrefillWorker) else worker.kv_reserved == 0
+        if idle:
+            self.retire(worker, now)
+
     def retire(self, worker: AnyWorker, now: float) -> None:
         worker.state = "gone"
         worker.gone_at = now

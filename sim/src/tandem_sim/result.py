@@ -73,7 +73,12 @@ class Replay:
 
     @property
     def hit_ratio(self) -> float:
-        return float(self.hit.sum() / max(1, self.prompt.sum()))
+        return self.hit_ratio_from(0.0)
+
+    def hit_ratio_from(self, since: float) -> float:
+        """Share of the prompt tokens that were cached, of requests from then on."""
+        late = self.at >= since
+        return float(self.hit[late].sum() / max(1, self.prompt[late].sum()))
 
     def late(self, begin: float, end: float) -> int:
         """Requests that came in this time and missed a target."""

@@ -7,6 +7,7 @@ simulated: progress within an answer, health checks (`Scheduler.tick`) and sever
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from tandem_gateway.scheduling import Demand, Scheduler, Terms, Worker
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES
@@ -26,8 +27,35 @@ def build_chain(blocks: tuple[int, ...]) -> list[int]:
     return [block * _ODD + part & _MASK for block in blocks for part in range(_CHUNKS)]
 
 
+class Routing(Protocol):
+    """Who gets a request."""
+
+    @property
+    def closed(self) -> set[str]:
+        """Workers that take nothing at present: their queue or their memory is full."""
+        ...
+
+    def apply(self, workers: Iterable[PrefillWorker | DecodeWorker]) -> None:
+        """These are there from now on."""
+        ...
+
+    def tell(self, worker: DecodeWorker) -> None:
+        """What its telemetry says of its steps, without delay."""
+        ...
+
+    def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
+        """Give a request its pair; `local`: without a prefill worker. False: no pair may take it now."""
+        ...
+
+    def first_token(self, flight: Flight, now: float) -> None: ...
+
+    def end(self, flight: Flight, *, finished: bool = True) -> None:
+        """It has left its workers; not `finished`: they are lost, and it begins again."""
+        ...
+
+
 class Router:
-    """One gateway."""
+    """One gateway, with what `Routing` says."""
 
     def __init__(self, terms: Terms | None = None) -> None:
         self.scheduler = Scheduler(terms)
@@ -38,26 +66,29 @@ class Router:
     def apply(self, workers: Iterable[PrefillWorker | DecodeWorker]) -> None:
         self.workers = {worker.name: worker for worker in workers}
         self.closed &= self.workers.keys()
-        self.scheduler.apply_workers(
-            Worker(
-                name=worker.name,
-                address=f"{worker.name}:1",
-                role=worker.role,
-                revision="r",
-                kv_tokens=worker.profile.kv_tokens,
-            )
-            for worker in self.workers.values()
+        self.scheduler.apply_workers(map(self.describe, self.workers.values()))
+
+    def describe(self, worker: PrefillWorker | DecodeWorker) -> Worker:
+        """What the gateway knows of it before it has told anything."""
+        return Worker(
+            name=worker.name,
+            address=f"{worker.name}:1",
+            role=worker.role,
+            revision="r",
+            kv_tokens=worker.profile.kv_tokens,
         )
 
+    def name(self, flight: Flight) -> int:
+        """The conversation, as its client names it in a hash; 0: it does not."""
+        return (flight.session + 1) * _ODD & _MASK if flight.blocks else 0
+
     def tell(self, worker: DecodeWorker) -> None:
-        """What its telemetry says of its steps, without delay."""
         endpoint = self.scheduler.endpoints.get(worker.name)
         if endpoint is not None:
             seconds = worker.decode_seconds if worker.sequences else None
             endpoint.own.tell(keeps_steps=True, decode_seconds=seconds, running=worker.sequences)
 
     def choose(self, flight: Flight, now: float, *, local: bool = False) -> bool:
-        """Give a request its pair. False: no pair may take it now."""
         scheduler = self.scheduler
         demand = flight.demand
         if demand is None:
@@ -65,7 +96,7 @@ class Router:
                 prompt_tokens=flight.prompt,
                 output_tokens=scheduler.estimator.expected_output(None),
                 prefix=build_chain(flight.blocks),
-                affinity=(flight.session + 1) * _ODD & _MASK if flight.blocks else 0,
+                affinity=self.name(flight),
             )
         demand.local = local
         choice = scheduler.choose(demand, now, self.closed)
@@ -89,6 +120,7 @@ class Router:
         self.scheduler.estimator.learn_cached(
             prompt_tokens=flight.prompt, expected=flight.choice.known_tokens, cached=flight.hit
         )
+        flight.choice.learn_stored(flight.hit)
 
     def end(self, flight: Flight, *, finished: bool = True) -> None:
         if flight.reservation is not None:

@@ -80,6 +80,18 @@ class Worker:
         self.version: int = 0
         """Version of its next event; older ones are void."""
 
+    def find(self, flight: Flight, now: float) -> int:
+        """Tokens of a prompt that it has, when all of it is kept from now on."""
+        hit = self.cache.match(flight.blocks, flight.prompt)
+        self.cache.keep(flight.blocks, now)
+        return hit
+
+    def _read(self, flight: Flight, now: float) -> None:
+        """What is to be computed of a prompt, and how long that takes alone."""
+        flight.hit = self.find(flight, now)
+        flight.uncached = flight.prompt - flight.hit
+        flight.work = self.profile.prefill(flight.uncached, flight.hit)
+
 
 class PromptQueue:
     """Prompts that wait, by arrival or by deadline."""
@@ -137,10 +149,7 @@ class PrefillWorker(Worker):
         return len(self._queue) + (self.current is not None)
 
     def submit(self, flight: Flight, now: float) -> None:
-        flight.hit = self.cache.match(flight.blocks, flight.prompt)
-        self.cache.keep(flight.blocks)
-        flight.uncached = flight.prompt - flight.hit
-        flight.work = self.profile.prefill(flight.uncached, flight.hit)
+        self._read(flight, now)
         self.backlog += flight.work
         self.queued_tokens += flight.uncached
         current = self.current
@@ -272,8 +281,10 @@ class DecodeWorker(Worker):
     def advance(self, now: float) -> None:
         """Do the steps since the last event."""
         passed = now - self._last
+        if passed <= 0:
+            return
         self._last = now
-        if passed <= 0 or (not self.sequences and self._current is None):
+        if not self.sequences and self._current is None:
             return
         self.busy_seconds += passed
         growth = self._growth
@@ -289,6 +300,14 @@ class DecodeWorker(Worker):
                 self.mixed_steps += steps
                 self.mixed_seconds += passed
         self.context += steps * self.sequences
+
+    def count_uncomputed(self, now: float) -> float:
+        """Tokens of the prompts here that are not computed yet."""
+        self.advance(now)
+        current = self._current
+        if current is None:
+            return 0.0
+        return self.queued_tokens - current.uncached + max(0.0, current.chunks_end - self.steps) * self._chunk
 
     def next_event(self) -> float:
         """When the next sequence or prompt is complete, if nothing else happens."""
@@ -312,10 +331,7 @@ class DecodeWorker(Worker):
     def submit(self, flight: Flight, now: float) -> None:
         """Compute a prompt here."""
         self.advance(now)
-        flight.hit = self.cache.match(flight.blocks, flight.prompt)
-        self.cache.keep(flight.blocks)
-        flight.uncached = flight.prompt - flight.hit
-        flight.work = self.profile.prefill(flight.uncached, flight.hit)
+        self._read(flight, now)
         flight.left = float(flight.uncached)
         self.queued_tokens += flight.uncached
         self.prompt_backlog += flight.work

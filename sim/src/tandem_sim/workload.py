@@ -114,7 +114,7 @@ def build_workload(
     uncached: list[int] = []
     for arrival in recording:
         uncached.append(arrival.prompt - prefixes.match(arrival.blocks, arrival.prompt))
-        prefixes.keep(arrival.blocks)
+        prefixes.keep(arrival.blocks, arrival.at)
     prompt = np.array([arrival.prompt for arrival in recording])
     output = np.array([arrival.output for arrival in recording])
     left = np.array(uncached)

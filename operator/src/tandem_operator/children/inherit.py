@@ -29,7 +29,8 @@ from tandem_operator.objects.manifests import (
     dig_list,
 )
 from tandem_operator.workloads import build_possible
-from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
+from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.child import config_hash, sign
 from tandem_operator.workloads.configs import CONFIG_FILE, start_hash
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 

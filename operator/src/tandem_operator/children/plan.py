@@ -30,7 +30,7 @@ from tandem_operator.objects.manifests import (
     dig_list,
     labels_of,
 )
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
+from tandem_operator.workloads.child import COMPONENT_LABEL, config_hash
 
 _ACCESS = (ROLE.name, ROLE_BINDING.name)
 

@@ -23,7 +23,8 @@ from tandem_api.names import GROUP
 
 from tandem_operator.children.matching import satisfies
 from tandem_operator.objects.manifests import WORKLOADS, ChildKey, Manifest, annotations_of, child_key, dig
-from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
+from tandem_operator.workloads.blueprint import digest
+from tandem_operator.workloads.child import TEMPLATE_HASH
 
 ANSWER = f"{GROUP}/template-answer"
 REVISIONS = f"{GROUP}/template-revisions"

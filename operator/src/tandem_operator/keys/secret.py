@@ -18,6 +18,7 @@ from tandem_operator.keys.rotation import KeyState, KeyStep
 from tandem_operator.objects.errors import UnreadableKeysError
 from tandem_operator.objects.manifests import SECRET, Manifest, annotations_of, dig, labels_of, parse_time
 from tandem_operator.workloads.blueprint import Blueprint, digest
+from tandem_operator.workloads.child import build_child
 from tandem_operator.workloads.keys import KEY_FILES
 
 ROTATE_ANNOTATION = f"{names.GROUP}/rotate-keys"
@@ -31,7 +32,7 @@ _REQUEST_MAX = 253
 
 def build_keys(blueprint: Blueprint) -> Manifest:
     """The Secret without its keys."""
-    return blueprint.child(SECRET, names.keys_name(blueprint.name), {"type": "Opaque"}, component="keys")
+    return build_child(blueprint, SECRET, names.keys_name(blueprint.name), {"type": "Opaque"}, component="keys")
 
 
 def rotation_request(model: Manifest) -> str | None:

@@ -23,7 +23,7 @@ from tandem_operator.objects.errors import APIError, ExpiredError
 from tandem_operator.objects.manifests import EVENT, Kind, Manifest, ModelKey
 from tandem_operator.runtime import metrics
 from tandem_operator.runtime.turns import LoopTurns
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
+from tandem_operator.workloads.child import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
 """Evaluated by the API server: other people's objects never travel."""

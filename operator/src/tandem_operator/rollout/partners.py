@@ -22,7 +22,8 @@ from tandem_operator.objects.manifests import (
 )
 from tandem_operator.observe.groups import PodGroup
 from tandem_operator.observe.roles import pods_of, prefill_groups, workload_key
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of, sign
+from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.child import COMPONENT_LABEL, sign
 
 NOBODY: frozenset[ChildKey] = frozenset()
 

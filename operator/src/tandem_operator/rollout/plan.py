@@ -55,7 +55,8 @@ from tandem_operator.rollout.revisions import (
 from tandem_operator.rollout.statefulsets import observe_fleet
 from tandem_operator.rollout.trial import TrialFleet
 from tandem_operator.workloads import Blueprint, Built, build_possible
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, TEMPLATE_HASH, digest
+from tandem_operator.workloads.blueprint import digest
+from tandem_operator.workloads.child import COMPONENT_LABEL, TEMPLATE_HASH
 from tandem_operator.workloads.store import COMPONENT as STORE
 
 _RETRY_MAX = 64

@@ -19,7 +19,8 @@ from tandem_api.crd.status import RolloutStatus
 from tandem_operator.objects.errors import UnreadableRevisionError
 from tandem_operator.objects.manifests import CONTROLLER_REVISION, ChildKey, Children, Manifest, controller_of, dig
 from tandem_operator.objects.parsing import known_spec
-from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
+from tandem_operator.workloads.blueprint import Blueprint, digest
+from tandem_operator.workloads.child import HISTORY, build_child
 
 _FIELDS = tuple(
     name for name, field in InferenceModelSpec.model_fields.items() if declared_change(field) is Change.WORKERS
@@ -83,7 +84,7 @@ def revision_name(model: str, number: int) -> str:
 def build_revision(blueprint: Blueprint, number: int, content: Manifest) -> Manifest:
     """The ControllerRevision that keeps a revision."""
     body = {"data": {"spec": content}, "revision": number}
-    return blueprint.child(CONTROLLER_REVISION, revision_name(blueprint.name, number), body, component=HISTORY)
+    return build_child(blueprint, CONTROLLER_REVISION, revision_name(blueprint.name, number), body, component=HISTORY)
 
 
 def kept_content(manifest: Manifest, *, owner_uid: str) -> tuple[int, Manifest] | None:

@@ -149,12 +149,14 @@ def _view(
     total, partition = _groups(dig(workload, "spec", "replicas") or 0, size), _partition(workload)
     if partition is not None:
         partition = min(total, _groups(partition, size)) if is_released(workload) else total
+    # What something else scales has no surge: it would be taken for a wish.
+    surge = 0 if spec.scaling.mode == "External" else blueprint.model.spec.rollout.surge_of(spec.replicas)
     view = RoleView(
         wanted=blueprint.replicas(spec.replicas),
         total=total,
         partition=partition,
         replicas=observe_replicas(groups, alike=revisions.alike, now=now, rests=blueprint.model.spec.standby > 0),
-        surge=blueprint.surge_of(role),
+        surge=surge,
         unavailable=blueprint.unavailable_of(role, spec.replicas),
         is_even=revisions.is_even,
         standby=blueprint.standby,

@@ -29,7 +29,7 @@ from tandem_operator.objects.manifests import (
 from tandem_operator.objects.problem import Problem
 from tandem_operator.observe.causes import pod_problem
 from tandem_operator.workloads import Blueprint
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL
+from tandem_operator.workloads.child import COMPONENT_LABEL
 from tandem_operator.workloads.policies import build_prewarm_policy
 from tandem_operator.workloads.prewarm import COMPONENT, FETCH, PREPARE, RETRIES, build_prewarm_job, wants_prewarm
 

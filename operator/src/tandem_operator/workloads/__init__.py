@@ -10,6 +10,7 @@ from tandem_operator.objects.errors import InvalidOverlayError
 from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest
 from tandem_operator.workloads.access import build_access
 from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.child import creation_order
 from tandem_operator.workloads.configs import build_config_map, gateway_config, worker_config
 from tandem_operator.workloads.gateway import build_deployment, build_gateway
 from tandem_operator.workloads.policies import build_network_policies
@@ -61,4 +62,4 @@ def build_possible(blueprint: Blueprint) -> Built:
         except InvalidOverlayError as error:
             kind = DEPLOYMENT if is_gateway else STATEFUL_SET
             refused[ChildKey(kind.name, workload_name(blueprint.name, role))] = error
-    return Built(children=sorted(children, key=blueprint.creation_order), refused=refused)
+    return Built(children=sorted(children, key=creation_order), refused=refused)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from tandem_operator.objects.manifests import ROLE_BINDING, SERVICE_ACCOUNT, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, digest
+from tandem_operator.workloads.child import build_child
 
 
 def build_access(blueprint: Blueprint) -> list[Manifest]:
     """ServiceAccounts, and the binding of the gateway's to its ClusterRole."""
-    account = blueprint.gateway_account
+    account = blueprint.account("gateway")
     binding = {
         "roleRef": {
             "apiGroup": "rbac.authorization.k8s.io",
@@ -21,14 +22,18 @@ def build_access(blueprint: Blueprint) -> list[Manifest]:
         "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": blueprint.model.metadata.namespace}],
     }
     return [
-        blueprint.child(
-            SERVICE_ACCOUNT, blueprint.worker_account, {"automountServiceAccountToken": False}, component="worker"
+        build_child(
+            blueprint,
+            SERVICE_ACCOUNT,
+            blueprint.account("worker"),
+            {"automountServiceAccountToken": False},
+            component="worker",
         ),
-        blueprint.child(SERVICE_ACCOUNT, account, {}, component="gateway"),
-        blueprint.child(ROLE_BINDING, _binding_name(blueprint), binding, component="gateway"),
+        build_child(blueprint, SERVICE_ACCOUNT, account, {}, component="gateway"),
+        build_child(blueprint, ROLE_BINDING, _binding_name(blueprint), binding, component="gateway"),
     ]
 
 
 def _binding_name(blueprint: Blueprint) -> str:
     """A binding cannot be changed to another role, so each role has a binding of its own name."""
-    return f"{blueprint.gateway_account}-{digest(blueprint.release.gateway_cluster_role)[:8]}"
+    return f"{blueprint.account('gateway')}-{digest(blueprint.release.gateway_cluster_role)[:8]}"

@@ -1,4 +1,4 @@
-"""What every child of one model has in common: names, labels, owner, revision."""
+"""One model with what serves it: images, revisions and numbers of pods, as all its children are made from them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_api import names
 from tandem_api.crd.resource import InferenceModel
 from tandem_api.crd.roles import WorkerRole
 from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.names import Role
 
-from tandem_operator.objects.manifests import (
-    CHILD_KINDS,
-    DEPLOYMENT,
-    SERVICE,
-    STATEFUL_SET,
-    Kind,
-    Manifest,
-    annotations_of,
-    dig,
-    dig_list,
-)
+from tandem_operator.objects.manifests import dig, dig_list
 from tandem_operator.workloads.release import Release
-
-COMPONENT_LABEL = "app.kubernetes.io/component"
-HISTORY = "history"
-"""Component of the ControllerRevisions that keep a model's revisions; StatefulSets have revisions of their own."""
-TEMPLATE_HASH = f"{names.GROUP}/template-hash"
-"""On workloads: digest of the pod template that the operator last applied."""
-_DECORATED = (STATEFUL_SET.name, DEPLOYMENT.name, SERVICE.name)
-_DIGESTS = (names.ANNOTATION_SPEC_HASH, TEMPLATE_HASH)
-_ORDER = {kind.name: position for position, kind in enumerate(CHILD_KINDS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +64,6 @@ class Blueprint:
         return engine.image or self.kept_image or (self.release.worker_image if foreign is None else foreign.image)
 
     @property
-    def gateway_image(self) -> str:
-        return self.model.spec.gateway.image or self.release.gateway_image
-
-    @property
     def decode_role(self) -> Role:
         return Role.UNIFIED if self.model.spec.prefill is None else Role.DECODE
 
@@ -95,24 +71,15 @@ class Blueprint:
     def worker_roles(self) -> tuple[Role, ...]:
         return (self.decode_role,) if self.model.spec.prefill is None else (Role.PREFILL, Role.DECODE)
 
-    @property
-    def worker_account(self) -> str:
-        return f"{self.name}-worker"
-
-    @property
-    def gateway_account(self) -> str:
-        return f"{self.name}-gateway"
+    def account(self, component: str) -> str:
+        """The ServiceAccount of its pods."""
+        return f"{self.name}-{component}"
 
     def worker_spec(self, role: Role) -> WorkerRole:
         if role is Role.PREFILL:
             assert self.model.spec.prefill is not None
             return self.model.spec.prefill
         return self.model.spec.decode
-
-    def gives_blocks(self, role: Role) -> bool:
-        """Whether its workers give the blocks that they have computed to others, and ask those for theirs."""
-        lone = self.worker_spec(role).parallelism.for_launch().num_ranks == 1
-        return self.model.spec.kv.peers == "Auto" and lone
 
     def replicas(self, wanted: int) -> int:
         return 0 if self.model.spec.suspend else wanted
@@ -121,12 +88,6 @@ class Blueprint:
         """Pods of a worker role: whole groups."""
         spec = self.worker_spec(role)
         return self.replicas(spec.replicas) * spec.nodes_per_replica
-
-    def surge_of(self, role: Role) -> int:
-        """Replicas that a role may have on top while it is changed. What something else scales has none: it would be
-        taken for a wish."""
-        spec = self.worker_spec(role)
-        return 0 if spec.scaling.mode == "External" else self.model.spec.rollout.surge_of(spec.replicas)
 
     def unavailable_of(self, role: Role, replicas: int) -> int:
         """Replicas that a role of so many may lack while it is changed. Without a surge one has to go first."""
@@ -159,76 +120,11 @@ class Blueprint:
         named = [dig(container, "image") for container in containers if dig(container, "name") == "worker"]
         return next((image for image in reversed(named) if isinstance(image, str)), self.worker_image)
 
-    def selector(self, component: str) -> dict[str, str]:
-        """Labels that select a component's pods. They never change: a selector cannot be changed after creation, and
-        the role of decode workers does change when `spec.prefill` comes or goes."""
-        return {names.LABEL_MODEL: self.name, COMPONENT_LABEL: component}
 
-    def labels(self, component: str, role: Role | None = None) -> dict[str, str]:
-        labels = self.selector(component) | {
-            "app.kubernetes.io/name": "tandem",
-            "app.kubernetes.io/instance": self.name,
-            names.MANAGED_BY_LABEL: names.MANAGED_BY,
-        }
-        return labels if role is None else labels | {names.LABEL_ROLE: role.value}
-
-    def child(
-        self, kind: Kind, name: str, body: dict[str, Any], *, component: str, role: Role | None = None
-    ) -> Manifest:
-        """A child's manifest: owned by the model, labelled, with a digest of itself so that a removed field counts."""
-        metadata: Manifest = {
-            "name": name,
-            "namespace": self.model.metadata.namespace,
-            "labels": self.labels(component, role),
-            "ownerReferences": [self._owner()],
-        }
-        if kind.name in _DECORATED and role is not None:
-            wanted = people_metadata(self, role)
-            metadata["labels"] = wanted["labels"] | metadata["labels"]
-            metadata |= {"annotations": wanted["annotations"]} if wanted["annotations"] else {}
-        return sign({"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body})
-
-    def _owner(self) -> Manifest:
-        return {
-            "apiVersion": names.API_VERSION,
-            "kind": names.KIND,
-            "name": self.name,
-            "uid": self.model.metadata.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
-
-    @staticmethod
-    def creation_order(manifest: Manifest) -> tuple[int, str]:
-        return _ORDER[manifest["kind"]], manifest["metadata"]["name"]
-
-
-def people_metadata(blueprint: Blueprint, role: Role) -> dict[str, dict[str, str]]:
-    """Labels and annotations that people want on the workload of a role, its pods and its Service."""
-    spec = blueprint.model.spec
-    parts = (spec.metadata, (spec.gateway if role is Role.GATEWAY else blueprint.worker_spec(role)).metadata)
-    found: dict[str, dict[str, str]] = {"labels": {}, "annotations": {}}
-    for part in parts:
-        if part is not None:
-            found["labels"] |= part.labels
-            found["annotations"] |= part.annotations
-    return found
-
-
-def sign(manifest: Manifest) -> Manifest:
-    """`manifest` with a digest of itself, and of its pod template where it has one."""
-    annotations = {key: value for key, value in annotations_of(manifest).items() if key not in _DIGESTS}
-    metadata = {key: value for key, value in manifest["metadata"].items() if key != "annotations"}
-    plain = manifest | {"metadata": metadata | ({"annotations": annotations} if annotations else {})}
-    signed = annotations | {names.ANNOTATION_SPEC_HASH: digest(plain)[:16]}
-    if (template := dig(manifest, "spec", "template")) is not None:
-        signed[TEMPLATE_HASH] = template_hash(template)
-    return plain | {"metadata": metadata | {"annotations": signed}}
-
-
-def template_hash(template: Manifest) -> str:
-    """Value of `TEMPLATE_HASH`."""
-    return digest(template)[:16]
+def gives_blocks(blueprint: Blueprint, role: Role) -> bool:
+    """Whether the workers of a role give the blocks that they have computed to others, and ask those for theirs."""
+    lone = blueprint.worker_spec(role).parallelism.for_launch().num_ranks == 1
+    return blueprint.model.spec.kv.peers == "Auto" and lone
 
 
 def shares_files(blueprint: Blueprint) -> bool:
@@ -246,8 +142,3 @@ def component_of(role: Role) -> str:
 def digest(value: Any) -> str:
     """Hexadecimal SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def config_hash(manifest: Manifest) -> str | None:
-    """The launch configuration that a pod, or a pod template, or its ConfigMap belongs to."""
-    return annotations_of(manifest).get(names.ANNOTATION_CONFIG_HASH)

@@ -37,7 +37,8 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
 from tandem_operator.objects.manifests import CONFIG_MAP, Manifest
-from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
+from tandem_operator.workloads.blueprint import Blueprint, component_of, gives_blocks, shares_files
+from tandem_operator.workloads.child import build_child
 from tandem_operator.workloads.pods import drain_seconds
 from tandem_operator.workloads.transports import transport_of
 
@@ -77,7 +78,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             host_memory_bytes=0 if spec.kv.host_memory is None else int(parse_quantity(spec.kv.host_memory)),
             verify=spec.kv.verify,
             disk=_kv_disk(spec.kv.disk),
-            peers=blueprint.gives_blocks(role),
+            peers=gives_blocks(blueprint, role),
             store=_kv_store(spec.kv.store),
             transport="TCP" if transport == "Auto" else transport,
             measure_transports=transport == "Auto",
@@ -241,7 +242,8 @@ def _held_bytes(limit: str | None) -> int:
 def build_config_map(blueprint: Blueprint, role: Role, config: WorkerConfig | GatewayConfig) -> Manifest:
     """The ConfigMap that holds `config` where `names.CONFIG_PATH` expects it."""
     text_hash = start_hash(config)
-    manifest = blueprint.child(
+    manifest = build_child(
+        blueprint,
         CONFIG_MAP,
         f"{names.workload_name(blueprint.name, role)}-{text_hash}",
         {"data": {CONFIG_FILE: config.set_json()}},

@@ -10,7 +10,8 @@ from tandem_api.crd.pods import Resources
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
-from tandem_operator.workloads.blueprint import Blueprint, sign
+from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.child import build_child, build_selector, sign
 from tandem_operator.workloads.keys import keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, template_grace_seconds, thread_env
 from tandem_operator.workloads.workers import build_disruption_budget
@@ -74,11 +75,11 @@ def _build_service(blueprint: Blueprint) -> Manifest:
     }
     spec: Manifest = {
         "type": wanted.type,
-        "selector": blueprint.selector(_COMPONENT),
+        "selector": build_selector(blueprint, _COMPONENT),
         "ports": ports,
         **{key: value for key, value in optional.items() if value is not None},
     }
-    service = blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    service = build_child(blueprint, SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
     return _decorated(service, wanted)
 
 
@@ -98,7 +99,7 @@ def _build_route(blueprint: Blueprint, wanted: HTTPRoute) -> Manifest:
         **({"hostnames": wanted.hostnames} if wanted.hostnames else {}),
         "rules": [rule],
     }
-    route = blueprint.child(HTTP_ROUTE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    route = build_child(blueprint, HTTP_ROUTE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
     return _decorated(route, wanted)
 
 
@@ -139,7 +140,7 @@ def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         volumes=[keys_volume(blueprint, [names.API_KEY_FILE]), *_certificate_volume(blueprint)],
         config=config,
         spec={
-            "serviceAccountName": blueprint.gateway_account,
+            "serviceAccountName": blueprint.account("gateway"),
             "automountServiceAccountToken": True,
             "terminationGracePeriodSeconds": template_grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
         },
@@ -150,10 +151,10 @@ def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         **({} if _COMPONENT in blueprint.left else {"replicas": blueprint.replicas(workload.replicas)}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "revisionHistoryLimit": 3,
-        "selector": {"matchLabels": blueprint.selector(_COMPONENT)},
+        "selector": {"matchLabels": build_selector(blueprint, _COMPONENT)},
         "template": template,
     }
-    return blueprint.child(DEPLOYMENT, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    return build_child(blueprint, DEPLOYMENT, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
 
 
 def _certificate_volume(blueprint: Blueprint) -> list[Manifest]:
@@ -172,7 +173,7 @@ def _container(blueprint: Blueprint) -> Manifest:
         mounts.append({"name": _CERTIFICATE_VOLUME, "mountPath": names.TLS_PATH, "readOnly": True})
     return {
         "name": "gateway",
-        "image": blueprint.gateway_image,
+        "image": blueprint.model.spec.gateway.image or blueprint.release.gateway_image,
         "env": thread_env(blueprint.model.spec.gateway.resources),
         "resources": resources_of(gateway_resources(blueprint)),
         "ports": [

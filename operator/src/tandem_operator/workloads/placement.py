@@ -15,6 +15,7 @@ from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import Manifest, dig
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.child import build_selector
 
 _HOST, _ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 _DEFAULT_SPREAD = {Role.GATEWAY: (_HOST, _ZONE)}
@@ -44,7 +45,7 @@ def _spread(blueprint: Blueprint, role: Role, workload: Workload) -> list[Manife
         is_overlaid = template is not None and dig(template.spec, "topologySpreadConstraints") is not None
         keys = () if is_overlaid or not blueprint.pod_defaults else _DEFAULT_SPREAD.get(role, (_HOST,))
         wanted = [TopologySpreadConstraint(topology_key=key) for key in keys]
-    own = {"labelSelector": {"matchLabels": blueprint.selector(component_of(role))}}
+    own = {"labelSelector": {"matchLabels": build_selector(blueprint, component_of(role))}}
     return [own | constraint for constraint in _plain(wanted)]
 
 

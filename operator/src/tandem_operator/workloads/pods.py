@@ -13,7 +13,8 @@ from tandem_api.quantities import parse_duration, parse_quantity
 
 from tandem_operator.objects.errors import InvalidOverlayError
 from tandem_operator.objects.manifests import Manifest
-from tandem_operator.workloads.blueprint import Blueprint, component_of, digest, people_metadata
+from tandem_operator.workloads.blueprint import Blueprint, component_of, digest
+from tandem_operator.workloads.child import build_labels, people_metadata
 from tandem_operator.workloads.overlay import overlay_template
 from tandem_operator.workloads.placement import placement
 
@@ -42,7 +43,7 @@ def pod_template(
 
     `config` is the ConfigMap's manifest: its hash on the template makes a new configuration roll the pods.
     """
-    labels = blueprint.labels(component_of(role), role)
+    labels = build_labels(blueprint, component_of(role), role)
     if role is not Role.GATEWAY:
         labels[names.LABEL_REVISION] = blueprint.revision_of(role)
         labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)

@@ -13,7 +13,8 @@ from tandem_api import names
 from tandem_api.names import Role
 
 from tandem_operator.objects.manifests import NETWORK_POLICY, Manifest
-from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
+from tandem_operator.workloads.blueprint import Blueprint, component_of, gives_blocks, shares_files
+from tandem_operator.workloads.child import build_child, build_selector
 from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
@@ -163,13 +164,13 @@ def _build(
     egress: list[Manifest],
 ) -> Manifest:
     spec: Manifest = {
-        "podSelector": {"matchLabels": blueprint.selector(component)},
+        "podSelector": {"matchLabels": build_selector(blueprint, component)},
         "policyTypes": ["Ingress"],
         "ingress": ingress,
     }
     if blueprint.release.network.egress:
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
-    return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
+    return build_child(blueprint, NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
 
 
 def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
@@ -188,7 +189,7 @@ def _asks(blueprint: Blueprint, role: Role, other: Role) -> bool:
     have computed."""
     if (role, other) == (Role.DECODE, Role.PREFILL):
         return True
-    return blueprint.gives_blocks(role) and blueprint.gives_blocks(other)
+    return gives_blocks(blueprint, role) and gives_blocks(blueprint, other)
 
 
 def _kv_ports(blueprint: Blueprint, role: Role) -> Manifest:
@@ -241,11 +242,11 @@ def _metrics_rule(port: int) -> Manifest:
 
 def _from(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
     """Without `ports` all of them."""
-    return {"from": [{"podSelector": {"matchLabels": blueprint.selector(component)}}]} | _at(ports)
+    return {"from": [{"podSelector": {"matchLabels": build_selector(blueprint, component)}}]} | _at(ports)
 
 
 def _to(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
-    return {"to": [{"podSelector": {"matchLabels": blueprint.selector(component)}}]} | _at(ports)
+    return {"to": [{"podSelector": {"matchLabels": build_selector(blueprint, component)}}]} | _at(ports)
 
 
 def _at(ports: list[Manifest]) -> Manifest:

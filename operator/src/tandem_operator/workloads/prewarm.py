@@ -14,6 +14,7 @@ from tandem_api.launch import GroupConfig
 
 from tandem_operator.objects.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of
 from tandem_operator.workloads.blueprint import Blueprint, digest
+from tandem_operator.workloads.child import build_child, build_labels
 from tandem_operator.workloads.configs import CONFIG_FILE, worker_config
 from tandem_operator.workloads.pods import pod_template, thread_env
 from tandem_operator.workloads.workers import source_volumes, token_env
@@ -82,7 +83,7 @@ def build_prewarm_job(blueprint: Blueprint) -> Manifest:
         },
         "template": _template(blueprint),
     }
-    return blueprint.child(JOB, prewarm_name(blueprint), {"spec": spec}, component=COMPONENT)
+    return build_child(blueprint, JOB, prewarm_name(blueprint), {"spec": spec}, component=COMPONENT)
 
 
 def _template(blueprint: Blueprint) -> Manifest:
@@ -101,7 +102,7 @@ def _template(blueprint: Blueprint) -> Manifest:
         container=container,
         volumes=volumes,
         config={"metadata": {"name": "", "annotations": {names.ANNOTATION_CONFIG_HASH: ""}}},
-        spec={"serviceAccountName": blueprint.worker_account, "automountServiceAccountToken": False},
+        spec={"serviceAccountName": blueprint.account("worker"), "automountServiceAccountToken": False},
         workload=worker,
         path="spec.decode",
     )
@@ -122,7 +123,7 @@ def _as_job(blueprint: Blueprint, template: Manifest) -> Manifest:
             "items": [{"path": CONFIG_FILE, "fieldRef": {"fieldPath": f"metadata.annotations['{_ANNOTATION_LAUNCH}']"}}]
         },
     }
-    labels = blueprint.labels(COMPONENT)
+    labels = build_labels(blueprint, COMPONENT)
     own = {key: value for key, value in labels_of(template).items() if not _is_ours(key)}
     annotations = {
         key: value

@@ -15,6 +15,7 @@ from tandem_api.quantities import parse_quantity
 
 from tandem_operator.objects.manifests import DEPLOYMENT, SERVICE, Manifest, dig_list
 from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.child import build_child, build_labels, build_selector
 from tandem_operator.workloads.placement import placement
 from tandem_operator.workloads.pods import CONFINED, USER, size_limit
 
@@ -206,8 +207,8 @@ def _container(blueprint: Blueprint, name: str, image: str, program: list[str], 
 
 def _build_service(blueprint: Blueprint) -> Manifest:
     port = {"name": MASTER, "port": names.STORE_MASTER_PORT, "targetPort": MASTER, "protocol": "TCP"}
-    spec = {"selector": blueprint.selector(COMPONENT), "ports": [port]}
-    return blueprint.child(SERVICE, master_name(blueprint), {"spec": spec}, component=COMPONENT)
+    spec = {"selector": build_selector(blueprint, COMPONENT), "ports": [port]}
+    return build_child(blueprint, SERVICE, master_name(blueprint), {"spec": spec}, component=COMPONENT)
 
 
 def _build_master(blueprint: Blueprint) -> Manifest:
@@ -231,7 +232,7 @@ def _build_master(blueprint: Blueprint) -> Manifest:
     pod = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "serviceAccountName": blueprint.worker_account,
+        "serviceAccountName": blueprint.account("worker"),
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "securityContext": {
             "runAsNonRoot": True,
@@ -247,10 +248,10 @@ def _build_master(blueprint: Blueprint) -> Manifest:
     spec = {
         "replicas": blueprint.replicas(1),
         "strategy": {"type": "Recreate"},  # two masters would each know a half
-        "selector": {"matchLabels": blueprint.selector(COMPONENT)},
-        "template": {"metadata": {"labels": blueprint.labels(COMPONENT)}, "spec": pod},
+        "selector": {"matchLabels": build_selector(blueprint, COMPONENT)},
+        "template": {"metadata": {"labels": build_labels(blueprint, COMPONENT)}, "spec": pod},
     }
-    return blueprint.child(DEPLOYMENT, master_name(blueprint), {"spec": spec}, component=COMPONENT)
+    return build_child(blueprint, DEPLOYMENT, master_name(blueprint), {"spec": spec}, component=COMPONENT)
 
 
 def _place(blueprint: Blueprint, role: Role) -> Manifest:

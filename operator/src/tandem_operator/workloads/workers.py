@@ -12,6 +12,7 @@ from tandem_api.quantities import parse_quantity
 
 from tandem_operator.objects.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.child import build_child, build_selector
 from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, size_limit, thread_env
@@ -41,10 +42,10 @@ def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
     spec = {
         "maxUnavailable": allowed,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": blueprint.selector(component)},
+        "selector": {"matchLabels": build_selector(blueprint, component)},
     }
     name = names.workload_name(blueprint.name, role)
-    return blueprint.child(POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
+    return build_child(blueprint, POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
 
 
 def _ports(blueprint: Blueprint, role: Role) -> list[tuple[str, int]]:
@@ -64,14 +65,14 @@ def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # a worker that loads or drains can still be looked at by name
-        "selector": blueprint.selector(component),
+        "selector": build_selector(blueprint, component),
         "ports": [
             {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
             for name, port in _ports(blueprint, role)
         ],
     }
     name = names.workload_name(blueprint.name, role)
-    return blueprint.child(SERVICE, name, {"spec": spec}, component=component, role=role)
+    return build_child(blueprint, SERVICE, name, {"spec": spec}, component=component, role=role)
 
 
 def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Manifest:
@@ -91,7 +92,7 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         volumes=volumes,
         config=config,
         spec={
-            "serviceAccountName": blueprint.worker_account,
+            "serviceAccountName": blueprint.account("worker"),
             "automountServiceAccountToken": False,
             **({"initContainers": holder} if (holder := build_holder(blueprint, role)) else {}),
             **({"readinessGates": [{"conditionType": names.CONDITION_ADMITTED}]} if blueprint.pod_defaults else {}),
@@ -106,10 +107,10 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         # Of a new StatefulSet. Later the partition says which pods are of the newest template (`rollout.statefulsets`).
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
         "revisionHistoryLimit": 3,
-        "selector": {"matchLabels": blueprint.selector(component)},
+        "selector": {"matchLabels": build_selector(blueprint, component)},
         "template": template,
     }
-    return blueprint.child(STATEFUL_SET, name, {"spec": spec}, component=component, role=role)
+    return build_child(blueprint, STATEFUL_SET, name, {"spec": spec}, component=component, role=role)
 
 
 def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Manifest:
