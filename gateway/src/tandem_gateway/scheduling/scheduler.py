@@ -217,7 +217,7 @@ class Scheduler:
         return demand.canary
 
     def preview(self, demand: Demand, now: float) -> Choice | None:
-        """What `choose` would say. Nothing that is chosen later hangs on it."""
+        """What `choose` would say. Nothing that is chosen later hangs on it, but for who is first of equals."""
         turn, split = self._turn, copy(self._split)
         choice = self.choose(demand, now)
         self._turn, self._split = turn, split
