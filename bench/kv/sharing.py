@@ -22,8 +22,8 @@ from bench.kv.rotation import Seen, converse_by_affinity, converse_with_peers, c
 from e2e.model import find_model
 
 MEMORY_BYTES = 96 << 20
-"""Of each worker: about four thousand tokens, a third of what all conversations have in the end. A worker lends a quarter
-of it at a time, which is a whole conversation."""
+"""Of each worker: about four thousand tokens, a third of what all conversations have in the end. A worker lends a
+quarter of it at a time, which is a whole conversation."""
 SHARE_GOAL = 0.02
 """Of the prompt tokens: what round robin with disks and peers may have cached less than affinity with them."""
 ALONE_GOAL = 1 / 3
