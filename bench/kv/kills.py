@@ -23,6 +23,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,8 +44,8 @@ MEMORY_BYTES, DISK_BYTES = 4 << 20, 48 << 20
 """Of each worker; a token of the model takes 1 KB."""
 TENANTS = ("one", "two")
 ANSWER_TOKENS, SESSIONS, TURNS = 6, 16, 4
-READY_SECONDS = 60.0
-"""A start that takes longer is one that was refused."""
+READY_SECONDS, END_SECONDS = 60.0, 60.0
+"""A start that takes longer is one that was refused; an end that does, one that hangs."""
 _CLIENTS = 2
 _PROBES = 8
 """One request in so many is somebody's who has never asked before."""
@@ -94,6 +95,15 @@ class Member:
                     return None
             time.sleep(0.02)
         return what
+
+    def end(self, number: int) -> int:
+        """The exit status after this signal. One that goes on for a minute is aborted, and its log has where it was."""
+        assert self.process is not None
+        for each in (number, signal.SIGABRT, signal.SIGKILL):
+            self.process.send_signal(each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(END_SECONDS)
+        raise RuntimeError(f"{self.name} (process {self.process.pid}) does not end though it was killed")
 
     def fetch(self, path: str) -> str:
         """From its metrics port. Raises OSError."""
@@ -209,12 +219,11 @@ class Soak:
         time.sleep(rng.uniform(0.0, 0.3))
         member.count()
         member.deaths += 1
-        assert member.process is not None
         softly = rng.random() < 0.25
-        member.process.send_signal(signal.SIGTERM if softly else signal.SIGKILL)
-        status = member.process.wait(60)
+        status = member.end(signal.SIGTERM if softly else signal.SIGKILL)
         if softly and status not in (0, -signal.SIGTERM):
-            self._note("failed", f"kill {number}: {member.name} ended with {status} after SIGTERM")
+            words = (member.folder / "log").read_text()[-6000:]
+            self._note("failed", f"kill {number}: {member.name} ended with {status} after SIGTERM\n{words}")
         refused = member.start()
         if refused is not None:
             words = (member.folder / "log").read_text()[-3000:]
@@ -312,6 +321,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="at most; default 60")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a worker that hangs says where
     row = soak(options.kills, options.minutes, options.seed)
     print(json.dumps({"killed workers with disks and peers": row}))
     if not row["met"]:

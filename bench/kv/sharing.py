@@ -1,6 +1,6 @@
 """Conversations whose turns go round, over workers with disks that give each other blocks: what of them is cached.
 
-    python -m bench.kv.sharing [--sessions 5] [--turns 4]
+    python -m bench.kv.sharing [--sessions 15] [--turns 4]
 
 Two prefill and two decode workers of SmolLM2 with little memory. Each request goes to the next pair, which is told who
 answered the conversation last, as a gateway would tell it; beside it the same with neither disks nor peers, the same
@@ -21,8 +21,9 @@ from bench.kv.__main__ import judge
 from bench.kv.rotation import Seen, converse_by_affinity, converse_with_peers, converse_without_cache
 from e2e.model import find_model
 
-MEMORY_BYTES = 24 << 20
-"""Of each worker: one conversation of about a thousand tokens, and no more."""
+MEMORY_BYTES = 96 << 20
+"""Of each worker: about four thousand tokens, a third of what all conversations have in the end. A worker lends a
+quarter of it at a time, which is a whole conversation."""
 SHARE_GOAL = 0.02
 """Of the prompt tokens: what round robin with disks and peers may have cached less than affinity with them."""
 ALONE_GOAL = 1 / 3
@@ -31,7 +32,7 @@ ALONE_GOAL = 1 / 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=5, help="conversations whose turns go round; default 5, odd")
+    parser.add_argument("--sessions", type=int, default=15, help="conversations whose turns go round; default 15, odd")
     parser.add_argument("--turns", type=int, default=4, help="of each conversation; default 4")
     options = parser.parse_args()
     model, (sessions, turns) = find_model(), (options.sessions, options.turns)

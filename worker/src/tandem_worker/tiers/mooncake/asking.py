@@ -24,8 +24,8 @@ class Odds:
         self._passed_over = 0
 
     def favour(self, num_blocks: int, seconds_per_block: float | None, most_seconds: float) -> bool:
-        """Whether to ask for so many blocks, each of which takes so long to compute; None: nobody knows. A request waits
-        for `most_seconds` at most, however long one look-up took lately."""
+        """Whether to ask for so many blocks, each of which takes so long to compute; None: nobody knows. A request
+        waits for `most_seconds` at most, however long one look-up took lately."""
         seconds = min(self.seconds, most_seconds) * (1 + self.in_vain)
         if seconds_per_block is None or num_blocks * seconds_per_block > seconds:
             return True
