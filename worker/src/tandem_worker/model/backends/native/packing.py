@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -12,7 +13,7 @@ import torch
 from tandem_worker.model.backends.native import library
 from tandem_worker.model.checkpoint.split import SplitMatrix, join
 from tandem_worker.model.checkpoint.stored import BF16, Slice, Stored, StoredPart
-from tandem_worker.model.prepared.memory import Arena
+from tandem_worker.model.prepared.memory import Arena, map_memory
 
 
 class _PackPart(ctypes.Structure):
@@ -84,6 +85,11 @@ class LosslessPacker(NativePacker):
 
     lossless = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._passage: mmap.mmap | None = None
+        """Matrices are here in 16 bits on their way, one at a time: malloc keeps what it gets back of so many sizes."""
+
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
         kept = _kept_split(parts)
         if kept is not None:
@@ -94,13 +100,19 @@ class LosslessPacker(NativePacker):
         elements = None if described is None else packed_elements(described.rows, described.columns)
         if described is None or elements is None:
             return None
-        packed = torch.empty(elements, dtype=torch.bfloat16)
+        packed = self._pass(elements)
         described.call(library.load_library().tandem_pack, packed)
         return self._split(packed, described.rows, described.columns)
 
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor | None:
-        packed = lay_out(weight)
+        packed = lay_out(weight, self._pass)
         return None if packed is None else self._split(packed, *weight.shape)
+
+    def _pass(self, elements: int) -> torch.Tensor:
+        if self._passage is None or len(self._passage) < 2 * elements:
+            self._passage = None  # before there is the next
+            self._passage = map_memory(2 * elements)
+        return torch.frombuffer(self._passage, dtype=torch.bfloat16, count=elements)
 
     def _split(self, packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return library.split(packed, rows, columns, self._bytes)
