@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tandem_api.launch import WeightsForm
+from tandem_api.launch import SpeculativeConfig, WeightsForm
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.errors import RequestError
@@ -22,9 +22,9 @@ from bench.gpu.guesses import (
     ANSWER,
     MOST_GUESSES,
     DrawnGuesser,
+    KnowingGuesser,
     measure_guessed_steps,
     measure_guesses,
-    replace_guesser,
 )
 from bench.gpu.host_memory import measure_host_memory
 from bench.gpu.item import Figures, Item, Setting, WrongError
@@ -36,6 +36,7 @@ from bench.gpu.steps import (
     build_recorder,
     compare_recorded,
     find_divergences,
+    let_guess,
     random_prompts,
     submit,
 )
@@ -44,7 +45,7 @@ from bench.kernels.measure import graphed, median_seconds
 
 _STEP_ERROR = 5e-2
 """Of a recorded step's logits through 36 layers in bfloat16."""
-SAMPLINGS: dict[str, dict[str, float]] = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 1.0, "top_p": 0.9}}
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 1.0, "top_p": 0.9}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ class Session:
         self.recordings: Figures = {}
         self._runs = 0
         self.guesser = DrawnGuesser()
-        """The engine's, once that is made."""
+        """The engine's, which guesses nothing until an item says so."""
 
     @cached_property
     def model(self) -> CausalLM:
@@ -140,10 +141,11 @@ class Session:
         load = self.load
         config = build_config(
             self.model, num_blocks=load.cache_tokens // 16, max_rows=load.max_rows,
-            max_batch_tokens=load.max_batch_tokens, max_model_len=load.max_model_len, guesses=MOST_GUESSES,
+            max_batch_tokens=load.max_batch_tokens, max_model_len=load.max_model_len,
+            speculative=SpeculativeConfig(method="Lookup", max_tokens=MOST_GUESSES),
         )  # fmt: skip
         engine = build_engine(self.model, config, self.collector, runs_ahead=True)
-        self.guesser = replace_guesser(engine)
+        let_guess(engine, self.guesser)
         began = time.perf_counter()
         engine._executor.record_graphs(build_recorder(self.device), max_rows=max(load.max_rows, 1 + MOST_GUESSES))
         self.recordings = {"seconds": time.perf_counter() - began, "bytes": engine.graph_bytes}
@@ -241,6 +243,12 @@ def check_tokens(session: Session) -> Figures:
             if ways[recorded, False] != ways[recorded, True]:
                 wrong.append(f"{name}: {'recorded' if recorded else 'eager'} steps ahead of their tokens differ")
                 figures[wrong[-1]] = first_apart(ways[recorded, False], ways[recorded, True])
+            guesser = KnowingGuesser(prompts, ways[recorded, True], session.model.vocab_size)
+            guessed = answer(session.model, prompts, new, recorded=recorded, ahead=True, guesser=guesser, **sampling)
+            assert guesser.guessed, "nobody was asked for guesses"
+            if guessed != ways[recorded, True] and session.device.type == "cuda":  # twins round by the number of rows
+                wrong.append(f"{name}: {'recorded' if recorded else 'eager'} steps with guesses differ")
+                figures[wrong[-1]] = first_apart(ways[recorded, True], guessed)
         if name == "greedy":
             apart = find_divergences(session.model, prompts, ways[False, False], ways[True, False])
             figures["recorded answers that part at a tie"] = sum(each.is_tie for each in apart)

@@ -21,6 +21,7 @@ from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.execute.arena import build_prompt_batch
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
+from tandem_worker.engine.guess.contract import Guesser
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
 
@@ -151,6 +152,9 @@ def build_decode_batch(
 # -- whole answers --------------------------------------------------------------------------------------------------
 
 
+NO_GUESSES = SpeculativeConfig(method="Off")
+
+
 def build_config(
     model: CausalLM,
     *,
@@ -158,9 +162,8 @@ def build_config(
     max_rows: int,
     max_batch_tokens: int,
     max_model_len: int | None = None,
-    guesses: int = 0,
+    speculative: SpeculativeConfig = NO_GUESSES,
 ) -> WorkerConfig:
-    """`guesses` of an answer are checked in a step at the most; 0: there are none."""
     spec = model.kv_cache_spec(BLOCK_SIZE)
     return WorkerConfig(
         model_name="bench",
@@ -171,9 +174,7 @@ def build_config(
         max_model_len=max_model_len,
         kv=KVConfig(memory_bytes=num_blocks * spec.bytes_per_block, block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_running_requests=max_rows, max_batch_tokens=max_batch_tokens),
-        speculative=SpeculativeConfig(method="Lookup", max_tokens=guesses)
-        if guesses
-        else SpeculativeConfig(method="Off"),
+        speculative=speculative,
     )
 
 
@@ -184,9 +185,13 @@ def answer(
     *,
     recorded: bool,
     ahead: bool,
+    guesser: Guesser | None = None,
     **sampling: Any,
 ) -> list[list[int]]:
-    """Tokens of all prompts, submitted before the first step, so that every way takes the same steps."""
+    """Tokens of all prompts, submitted before the first step, so that every way takes the same steps.
+
+    With a `guesser` its guesses are in all steps in which `Auto` may have them, and steps are others.
+    """
     tokens: dict[str, list[int]] = defaultdict(list)
     errors: list[str | RequestError] = []
 
@@ -195,7 +200,7 @@ def answer(
             tokens[delta.request_id] += delta.token_ids
             errors.extend([delta.error] if delta.error else [])
 
-    engine = build_stepped_engine(model, prompts, new_tokens, deliver, ahead=ahead)
+    engine = build_stepped_engine(model, prompts, new_tokens, deliver, ahead=ahead, guesser=guesser)
     if recorded:
         engine._executor.record_graphs(build_recorder(model.device))
     submit(engine, prompts, new_tokens, **sampling)
@@ -216,17 +221,29 @@ def build_stepped_engine(
     deliver: Callable[[Sequence[TokenDelta]], None],
     *,
     ahead: bool,
+    guesser: Guesser | None = None,
 ) -> EngineCore:
     """An engine whose steps are taken by the caller."""
+    guesses = 0 if guesser is None else 5
     longest = max(map(len, prompts)) + new_tokens + BLOCK_SIZE
     num_blocks = len(prompts) * -(-longest // BLOCK_SIZE) + 2
     config = build_config(
-        model, num_blocks=num_blocks, max_rows=len(prompts), max_model_len=longest,
+        model, num_blocks=num_blocks, max_rows=len(prompts) * (1 + guesses), max_model_len=longest,
         max_batch_tokens=sum(map(len, prompts)) + BLOCK_SIZE + 1,
+        speculative=SpeculativeConfig(max_tokens=guesses, adaptive=False) if guesses else NO_GUESSES,
     )  # fmt: skip
     engine = build_engine(model, config, deliver, runs_ahead=ahead)
     engine.steps.start = lambda: None  # no thread of its own
+    if guesser is not None:
+        let_guess(engine, guesser)
     return engine
+
+
+def let_guess(engine: EngineCore, guesser: Guesser) -> None:
+    """Have this one asked in place of texts."""
+    (lane,) = engine._runner.lanes
+    assert lane.speculator is not None, "guesses are off"
+    lane.speculator._guesser = guesser
 
 
 def submit(

@@ -21,6 +21,8 @@ EXPECTED = {
         "recorded steps",
         "tokens",
         "decode top-p x3",
+        "step with 7 guesses, context 70",
+        "guesses x3",
         "first token of 40",
         "host memory, 400",
         "torch with SDPA, recorded, x3",

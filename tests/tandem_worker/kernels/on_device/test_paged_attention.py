@@ -68,20 +68,16 @@ def describe_rows(widths, device):
     return starts.to(device), ids.to(device)
 
 
-@pytest.mark.parametrize("num_splits", [3])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_tokens_with_guesses_behind_them(paged, randn, wide, assert_matches, device, half_dtype, num_splits, options):
-    """Several tiles of a sequence, parts of one, no room for the tokens before them, and a sequence without tokens."""
+@pytest.mark.parametrize("options", [{"num_splits": 3}, {"window": 20}, {"chunk": 32}, {"sinks": True}], ids=str)
+def test_tokens_with_guesses_behind_them(paged, randn, wide, assert_matches, device, half_dtype, options):
+    """Several tiles of a sequence, part of one, all tokens that a sequence has, and a sequence without any."""
     widths = [1, 9, 5, 0, 2]
     cache, tables, lens = paged([33, 70, 5, 0, 41], 2, 64, half_dtype)
     rows = describe_rows(widths, device)
     q = randn(sum(widths), 6, 64, dtype=half_dtype)
     options = {**options, "sinks": randn(6) if options.get("sinks") else None}
     expected = reference.paged_decode_attention_reference(*wide(q, cache), tables, lens, *rows, scale=0.125, **options)
-    actual = kernels.paged_decode_attention(
-        q, cache, tables, lens, *rows, scale=0.125, num_splits=num_splits, **options
-    )
-    assert_matches(actual, expected)
+    assert_matches(kernels.paged_decode_attention(q, cache, tables, lens, *rows, scale=0.125, **options), expected)
 
 
 @pytest.mark.usefixtures("rows_alike")

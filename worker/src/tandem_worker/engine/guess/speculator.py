@@ -17,8 +17,8 @@ _WAVES = 0.02
 """What choosing tokens in several waves costs beside the rows, as a share of a step."""
 _LEAST_AHEAD, _MOST_AHEAD = 0.0, 2.0
 _AHEAD, _AHEAD_WEIGHT = 0.15, 0.05
-"""What running ahead is taken to save before anything was measured, as a share of a step, and how fast that is
-learned."""
+"""What running ahead is taken to save before anything was measured, as a share of a step, guessing included, and how
+fast that is learned."""
 _MOST_PAUSE = 7
 """Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
@@ -144,7 +144,9 @@ class Speculator:
         computing = seconds - self._spent_on(plan)
         if not guesses:
             return computing
-        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows) / (1 + (self._ahead or 0.0))
+        if self._ahead is not None:
+            computing = seconds / (1 + self._ahead)
+        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows)
 
     def record(self, plan: StepPlan, right: Mapping[Sequence, int], seconds: float) -> None:
         """A step is over. `right`: how many guesses of a choice saved it a step; where none did it has no entry."""
@@ -153,19 +155,21 @@ class Speculator:
             self.drafted[source] += len(tokens)
             self.accepted[source] += right.get(sequence, 0)
         if not plan.chunks:
-            self._learn(plan, seconds - self._spent_on(plan))
+            self._learn(plan, seconds)
         self._planned, self._sources = None, {}
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """A step of decodes alone took so long. One with guesses that could not run ahead says how much that costs."""
+        """A step of decodes alone took so long. One with guesses that could not run ahead says how much that costs, and
+        guessing, for which the device has waited too."""
         predicted = self.costs.predict(plan.num_tokens)
         if self._ahead is not None and plan.guesses:
             if predicted is not None:
                 error = seconds / predicted - 1 - self._ahead
                 self._ahead += _AHEAD_WEIGHT * max(-1.0, min(1.0, error))
                 self._ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, self._ahead))
-            seconds /= 1 + self._ahead
-        self.costs.learn(plan.num_tokens, seconds)
+            self.costs.learn(plan.num_tokens, seconds / (1 + self._ahead))
+        else:
+            self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
 
     def _spent_on(self, plan: StepPlan) -> float:
         """Seconds that went into this step's guesses. None were made for a step without room for them, nor were those
