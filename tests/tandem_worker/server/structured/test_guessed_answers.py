@@ -63,7 +63,8 @@ class Workbench:
     def __init__(self, model: CausalLM) -> None:
         tokenizer = load_tokenizer(find_model())
         self.model = model
-        self.eos = int(tokenizer.eos_token_id)
+        assert tokenizer.eos_token_id is not None
+        self.eos = tokenizer.eos_token_id
         self.compiler = GrammarCompiler(tokenizer, len(tokenizer), [self.eos])
         self.table = TokenTable(tokenizer)
         backend = tokenizer.backend_tokenizer

@@ -214,10 +214,10 @@ class GrammarCompiler:
         if matcher.is_error():
             return _Outcome(None, _tidy(matcher.get_error()), 0)
         words, num_bytes = read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)
-        factory = TokenGrammarFactory(
-            matcher, (self._vocab_size + 31) // 32, self._eos_token_ids, literals=LiteralText(words)
-        )
-        return _Outcome(factory, "", max(LEAST_BYTES, int(proof["bytes"])) + num_bytes)
+        literals = LiteralText(words)
+        factory = TokenGrammarFactory(matcher, (self._vocab_size + 31) // 32, self._eos_token_ids, literals=literals)
+        size = max(LEAST_BYTES, int(proof["bytes"])) + num_bytes + literals.num_bytes
+        return _Outcome(factory, "", size)
 
     def _prepare(self, deadline: float | None) -> tuple[LLTokenizer, Confined]:
         """About a second for a large vocabulary, here and in the proving process at once."""
