@@ -81,6 +81,8 @@ class LiteralText:
     def __init__(self, words: Sequence[Word]) -> None:
         """Takes a fraction of a millisecond: to be made where no step waits for it."""
         self.words = tuple(words)
+        self.bare = next((number for number, word in enumerate(words) if word.values and not word.text), None)
+        """Number of the first word that is JSON alone; None: there is none."""
         self._runs: dict[bytes, tuple[int, int]] = {}
         room = MOST_WORDS_BYTES
         for number, word in enumerate(self.words):
@@ -219,9 +221,11 @@ class LiteralFollower:
         """Look for the word that is due, for the JSON that begins an answer, or else for any word."""
         words = self._words
         due = words[self._word] if self._word < len(words) else None
-        if due is not None and not due.text and due.values:
+        bare = self._literals.bare
+        if bare is not None and (due is None or not due.text):
             start = min((at for mark in (b"{", b"[") if (at := data.find(mark)) >= 0), default=-1)
             if start >= 0:
+                self._word = self._word if due is not None and due.values else bare
                 self._end_word()
                 return data[start:]
         if due is not None and due.text:
