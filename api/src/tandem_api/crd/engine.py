@@ -73,9 +73,9 @@ class Speculative(Authored):
 
     method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
-    `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks the head `draft` alone.
-    `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which the log says
-    at the start; elsewhere nobody guesses."""
+    `prediction` of the request, and in earlier answers with the same cache salt; and it goes by the text of schemas,
+    functions and grammars. `Draft` asks the head `draft` alone. `Auto` is `Lookup`, and the head where there is one,
+    where answers stay the same to the last bit, which the log says at the start; elsewhere nobody guesses."""
     draft: Draft | None = None
     """A draft head, so far for workers on CPUs, of one rank or several. With `method: Off` it is not loaded."""
     max_tokens: Annotated[int, Field(ge=1, le=32)] = 8

@@ -139,6 +139,7 @@ class LiteralFollower:
 
     @property
     def length(self) -> int:
+        """The next token's grade."""
         return self.grade(0)
 
     def peek(self) -> int | None:

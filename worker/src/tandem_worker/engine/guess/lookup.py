@@ -1,9 +1,10 @@
 """Guesses without a model: what followed the last tokens of a choice where they stood before.
 
-Looked through are the choice's own text, its prediction where the client sent one, and earlier answers. A new kind of
-text is one more follower. Beside the history, whose size is given, what is kept is bounded by the requests that run:
-100 bytes for each token of a prompt and 32 for each of a prediction, shared by its choices, 9 more for each choice and
-token of the prompt, and some 250 for each token of an answer.
+Looked through are the choice's own text, its prediction where the client sent one, the texts of its grammar, and
+earlier answers. A new kind of text is one more follower. Beside the history, whose size is given, and the grammars,
+which belong to who compiled them, what is kept is bounded by the requests that run: 100 bytes for each token of a
+prompt and 32 for each of a prediction, shared by its choices, 9 more for each choice and token of the prompt, and some
+250 for each token of an answer.
 """
 
 from __future__ import annotations
