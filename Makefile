@@ -189,7 +189,7 @@ bench-lossless: setup ## Weights in 12 bits against plain ones: products, and th
 	@$(RUN) python -m bench.lossless $(BENCH)
 
 .PHONY: bench-speculation
-bench-speculation: setup ## Guesses against none: edits, loops, chats and hopeless text over HTTP, CPU time per token
+bench-speculation: setup ## Guesses against none: edits, lists, schemas, calls, chats and hopeless text over HTTP, CPU time per token
 	@$(RUN) python -m bench.speculation $(BENCH)
 
 .PHONY: bench-start

@@ -560,3 +560,13 @@ def test_a_long_answer_that_moved_is_followed_where_it_stands(make_rig: MakeRig)
     rig.wait()
     assert rig.out.tokens("rest") == answer[200:]
     assert rig.engine.stats().accepted_draft_tokens_total["schema"] > 60
+
+
+def test_a_very_long_answer_that_moved_is_guessed_without_its_schema(make_rig: MakeRig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tandem_worker.engine.guess.lookup._MOST_READ", 100)
+    answer = greedy_answer((1, 2, 3), 130)
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    rig.resume("rest", (1, 2, 3), (tuple(answer[:110]),), max_tokens=130, literals=spell(bytes(answer)))
+    rig.wait()
+    assert rig.out.tokens("rest") == answer[110:]
+    assert not rig.engine.stats().draft_tokens_total["schema"]

@@ -71,10 +71,11 @@ class Speculative(Authored):
 
     method: SpeculativeMethod = "Auto"
     """Who guesses what an answer says next. `Lookup` looks where its last tokens stood before: in its own text, in the
-    `prediction` of the request, and in earlier answers with the same cache salt. `Draft` asks a head alone: `draft`,
-    or where that is absent the model's own module for multi-token prediction (DeepSeek-V3), without which workers do
-    not start. `Auto` is `Lookup`, and the head where there is one, where answers stay the same to the last bit, which
-    the log says at the start; elsewhere nobody guesses."""
+    `prediction` of the request, and in earlier answers with the same cache salt; and it goes by the text of schemas,
+    functions and grammars. `Draft` asks a head alone: `draft`, or where that is absent the model's own module for
+    multi-token prediction (DeepSeek-V3), without which workers do not start. `Auto` is `Lookup`, and the head where
+    there is one, where answers stay the same to the last bit, which the log says at the start; elsewhere nobody
+    guesses."""
     draft: Draft | None = None
     """A draft head, so far for workers on CPUs, of one rank or several. With `method: Off` it is not loaded. Where it
     is absent, `Auto` and `Draft` take the model's own module for multi-token prediction for one, if there is such a

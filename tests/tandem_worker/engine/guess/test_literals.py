@@ -143,6 +143,13 @@ def test_json_behind_thoughts_is_found_by_its_bracket() -> None:
     assert say(follower.read(20)) == b'": "'
 
 
+def test_json_that_an_answer_may_be_is_found_by_its_bracket() -> None:
+    follower = follow([Word(b""), Word(b"", (Shapes(ROWS),))])
+    assert follower.peek() is None
+    feed(follower, Greedy().encode('Here: [{"name'))
+    assert say(follower.read(20)) == b'": "'
+
+
 def test_text_that_was_cut_goes_on() -> None:
     long = {"const": "x" * 200}
     follower = follow([Word(b"", (Shapes(long),))])

@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.engine.sample.masks import CREDIT_SECONDS, OVERDRAFT_SECONDS, QUICK_SECONDS, MaskCredit
+from tandem_worker.engine.sample.masks import (
+    CREDIT_SECONDS,
+    OVERDRAFT_SECONDS,
+    QUICK_SECONDS,
+    REFILL,
+    MaskCredit,
+    is_quick,
+)
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams
 
@@ -124,3 +131,19 @@ def test_a_flood_of_new_ones_costs_those_with_a_history_nothing() -> None:
     assert longest <= CREDIT_SECONDS + OVERDRAFT_SECONDS + 0.02 + 10 * 0.0002
     assert len(worker.ended) > 1000
     assert not set(worker.ended) & set(sound)
+
+
+def test_nobody_with_a_grammar_gets_several_tokens_while_there_is_little_time_for_masks() -> None:
+    """More masks in the same time would end a request that had time for one a step."""
+    worker = Worker()
+    worker.admit(Taking(0.03, *[0.0001] * 30), Taking(0.0001))
+    worker.step()
+    assert not any(is_quick(state) for state, _ in worker.running), "20 of 50 ms are left"
+    steps = 0
+    while not is_quick(worker.running[1][0]):
+        worker.step()
+        steps += 1
+    assert 0 < steps * STEP_SECONDS * REFILL < CREDIT_SECONDS
+    plain = SamplingState(SamplingParams(max_tokens=9), frozenset())
+    plain.credit_is_low = True
+    assert is_quick(plain)

@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 import pytest
+from tandem_worker.server.answer import shaping
 from tandem_worker.server.structured.contract import GrammarError
+from tandem_worker.server.structured.limits import GrammarLimits
 
 WEATHER: Any = {
     "type": "function",
@@ -226,3 +228,68 @@ async def test_templates_that_want_arguments_as_text(start_worker: Any, make_tok
         response = await worker.http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
         assert response.status_code == 200, response.text
         assert '<tool_call>{"a":  1}' in worker.tokenizer.decode(worker.engine.requests[0].prompt_token_ids)
+
+
+def guess(request: Any, tokenizer: Any, said: str) -> str:
+    """What is guessed behind the beginning of an answer, by the texts of its functions or its schema."""
+    follower, text = request.literals(), []
+    for token in tokenizer.encode(said):
+        text.append(token)
+        follower.feed(text)
+    return tokenizer.decode(follower.read(99))
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "guessed"),
+    [
+        ({"tools": [WEATHER]}, "", ""),
+        ({"tools": [WEATHER]}, 'I look. <tool_call>\n{"na', 'me": "get_weather", "arguments": {"city": "'),
+        (
+            {"tools": [WEATHER], "tool_choice": "required"},
+            "", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "',
+        ),
+        ({"tools": [WEATHER], "tool_choice": "required"}, CALL.removesuffix("</tool_call>"), "</tool_call>\n"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+                "type": "object", "properties": {"größe": {"enum": [1.5]}}, "required": ["größe"]}}}},
+            "", '{"größe": 1.5}',
+        ),
+        ({"response_format": {"type": "json_object"}}, "", "{"),
+    ],
+)  # fmt: skip
+async def test_the_texts_of_functions_and_schemas_are_guessed(
+    worker: Any, options: dict[str, Any], said: str, guessed: str
+) -> None:
+    seen: list[Any] = []
+
+    def script(request: Any, _choice: int) -> list[int]:
+        seen.append(request)
+        return [worker.tokenizer.eos_token_id]
+
+    worker.engine.script = script
+    await worker.client.chat.completions.create(model="tiny", messages=ASK, **options)
+    assert guess(seen[0], worker.tokenizer, said) == guessed
+
+
+async def test_nothing_is_guessed_where_nothing_is_known_or_much_would_have_to_be_read(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def script(request: Any, _choice: int) -> list[int]:
+        seen.append(request)
+        return [worker.tokenizer.eos_token_id]
+
+    worker.engine.script = script
+    monkeypatch.setattr(shaping, "_LITTLE", GrammarLimits(values=40, depth=30))
+
+    def function(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {**WEATHER["function"], "parameters": parameters}}
+
+    large = function({"type": "object", "properties": {f"p{number}": {} for number in range(40)}})
+    nested: Any = {}
+    for _ in range(18):
+        nested = {"items": nested}
+    for options in ({}, {"tools": [large]}, {"tools": [function(nested)]}, {"tools": [WEATHER], "tool_choice": "none"}):
+        await worker.client.chat.completions.create(model="tiny", messages=ASK, max_tokens=4, **options)
+    assert [request.literals is None for request in seen] == [True, True, False, True]

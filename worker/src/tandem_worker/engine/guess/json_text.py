@@ -66,6 +66,7 @@ class Foresight:
 
     @property
     def is_full(self) -> bool:
+        """Nothing more is added."""
         return len(self.text) >= MOST_AHEAD
 
 
@@ -171,10 +172,6 @@ class JsonReader:
         self._style = style or Style()
         self._recent: dict[Shape, bytes] = {}
         """The text that a value with several had last."""
-
-    @property
-    def style(self) -> Style:
-        return self._style
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Guesses without a model: what followed the last tokens of a choice where they stood before.
 
-Looked through are the choice's own text, its prediction where the client sent one, and earlier answers. A new kind of
-text is one more follower. Beside the history, whose size is given, what is kept is bounded by the requests that run:
-100 bytes for each token of a prompt and 32 for each of a prediction, shared by its choices, 9 more for each choice and
-token of the prompt, and some 250 for each token of an answer.
+Looked through are the choice's own text, its prediction where the client sent one, the texts of its grammar, and
+earlier answers. A new kind of text is one more follower. Beside the history, whose size is given, and the grammars,
+which belong to who compiled them, what is kept is bounded by the requests that run: 100 bytes for each token of a
+prompt and 32 for each of a prediction, shared by its choices, 9 more for each choice and token of the prompt, and some
+250 for each token of an answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from tandem_worker.engine.schedule.request import Sequence
 
 _FEW = 64
 """Tokens of an answer that are learned one by one by a choice that has said them already; more are indexed at once."""
+_MOST_READ = 1 << 12
+"""Tokens of an answer that was moved here, of which a schema is read anew: ten milliseconds. Longer ones are guessed
+without it."""
 _MOST_BEGUN = MOST_TOKENS
 """Tokens of texts that are indexed in a step, or one text of any length: ten milliseconds. Streams beside them wait no
 longer, however many prompts are begun at once; the choices that are left are guessed from a later step on."""
@@ -81,7 +85,7 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
         if request.prediction_index is None:
             request.prediction_index = index_prediction(request.prediction)
         followers.append(DocumentFollower(Source.PREDICTION, request.prediction_index, from_start=not known))
-    if request.literals is not None:
+    if request.literals is not None and known <= _MOST_READ:
         follower: Follower = request.literals()
         for place in range(known):
             follower.feed(output[place : place + 1])

@@ -15,6 +15,9 @@ from tandem_worker.engine.sample.state import SamplingState
 
 CREDIT_SECONDS = 0.05
 """Time of grammars that are not quick, between two steps."""
+LOW_SECONDS = 0.04
+"""With less credit left no choice with a grammar gets several tokens in a step: where masks take long now and then, as
+on a busy machine, guesses would make more of them in the same time, and end a request that had time for one a step."""
 OVERDRAFT_SECONDS = 0.025
 """Beyond it, for those that were quicker until now than the slowest of this step. Whatever comes then loses."""
 REFILL = 0.5
@@ -47,6 +50,8 @@ class MaskCredit:
             taken.append((seconds, state))
         if self._credit < 0:
             self._end_slowest(taken)
+        for state, _ in rows:
+            state.credit_is_low = self._credit < LOW_SECONDS
         self._since = self._clock()
 
     def _fill(self, state: SamplingState, mask: object, slowest: float) -> float:
@@ -79,7 +84,9 @@ class MaskCredit:
 def is_quick(state: SamplingState) -> bool:
     """Whether the choice may get several tokens in a step. A slow grammar may not: its masks cost credit, which comes
     back with the time between steps, so more of them in a step would end requests that have the time for one each."""
-    return state.grammar is None or (state.grammar_pace is not None and state.grammar_pace <= QUICK_SECONDS)
+    if state.grammar is None:
+        return True
+    return not state.credit_is_low and state.grammar_pace is not None and state.grammar_pace <= QUICK_SECONDS
 
 
 def _too_slow(why: str) -> RequestError:

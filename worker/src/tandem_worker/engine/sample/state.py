@@ -16,8 +16,8 @@ class SamplingState:
     """Built from the tokens at hand, so that a choice that was moved goes on as it was."""
 
     __slots__ = (
-        "_bias", "_counts", "_mask", "_seen", "grammar", "grammar_pace", "grammar_seconds", "kept_counts", "params",
-        "plain", "stop_token_ids",
+        "_bias", "_counts", "_mask", "_seen", "credit_is_low", "grammar", "grammar_pace", "grammar_seconds",
+        "kept_counts", "params", "plain", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], grammar: Grammar | None = None) -> None:
@@ -31,6 +31,8 @@ class SamplingState:
         self.grammar_seconds = self.grammar.seconds if self.grammar is not None else 0.0
         self.grammar_pace: float | None = None
         """What the grammar had taken at its last mask, and seconds per token lately; `masks` keeps both."""
+        self.credit_is_low = False
+        """Grammars of all choices had used much of their time when its last mask was written."""
         self.plain = self._is_plain()
         """The likeliest token is the answer and nothing is to be reported about it."""
         self.kept_counts: torch.Tensor | None = None

@@ -17,10 +17,10 @@ from tandem_worker.server.dialects.openai.completion_request import CompletionRe
 from tandem_worker.server.dialects.openai.options import CommonOptions
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat
 from tandem_worker.server.prepare.served_model import ServedModel
-from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler, write_structural_tags
+from tandem_worker.server.structured.compiler import MOST_READ, REQUEST_SECONDS, GrammarCompiler, write_structural_tags
 from tandem_worker.server.structured.contract import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
-from tandem_worker.server.structured.limits import check_types
+from tandem_worker.server.structured.limits import GrammarLimits, check_types
 from tandem_worker.server.structured.token_masks import AllowedTokens, BadWords
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
@@ -29,6 +29,8 @@ from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build
 from tandem_worker.server.wire.http import ServiceError
 
 _MAX_QUOTED = 8
+_LITTLE = GrammarLimits(text_bytes=MOST_READ, values=2000, depth=30)
+"""Schemas whose texts are read for guesses alone, on the event loop: the checks and the reading take a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,17 @@ def find_literals(grammar: GrammarFactory | None) -> LiteralText | None:
     return grammar.literals if isinstance(grammar, TokenGrammarFactory) else None
 
 
+def _read_calls(request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None) -> LiteralText | None:
+    """The texts of calls that an answer may have and nothing holds it to; None where nothing is known of them."""
+    if tool_format is None or request.tools.mode != "auto" or not model.guesses:
+        return None
+    try:
+        _LITTLE.check_schema([tool.parameters for tool in request.tools.callable_tools])
+        return model.grammars.read_literals(build_grammar(tool_format, request.tools, model.vocabulary))
+    except GrammarError:  # many functions, or one that the format cannot hold an answer to: nobody asked for that
+        return None
+
+
 def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:
     """Holds an answer without a grammar to the tokens that the request allows. Raises RequestError."""
     if options.allowed_token_ids is None:
@@ -84,6 +97,7 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
             grammar = _after_reasoning(grammar, model, prompt, inside=inside)
     else:
         grammar = _named_tokens(request.common, model)
+        literals = _read_calls(request, model, tool_format)
     marks = (tool_format.marks if tool_format is not None else ()) + (
         (reasoning.BEGIN, reasoning.END) if model.reasons else ()
     )

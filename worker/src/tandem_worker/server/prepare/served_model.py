@@ -68,6 +68,8 @@ class ServedModel:
         self.table = TokenTable(tokenizer)
         self.spelling = Spelling(partial(_encode, tokenizer.backend_tokenizer), self.table.token_bytes)
         """For guesses: used by the engine's threads."""
+        self.guesses = config.speculative.method != "Off"
+        """Whether somebody may guess what answers say."""
         self.tools = config.tools
         prompter = Prompter(tokenizer, self.tools)
         self.vocab_size = vocab_size or len(tokenizer)

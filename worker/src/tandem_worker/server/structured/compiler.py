@@ -39,6 +39,10 @@ MAX_CACHED_BYTES = 256 << 20
 """Memory of the compiled grammars that are kept, as the proving process measures them."""
 LEAST_BYTES = 256 << 10
 """A compiled grammar counts as at least this much: what it shares with freed memory is not seen as growth."""
+MOST_READ = 16 << 10
+"""Characters of a grammar whose texts are read beside other requests: a millisecond."""
+MAX_READ = 64
+"""Such grammars whose texts are kept, a MiB each at the most."""
 MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
 REQUEST_SECONDS = 10.0
@@ -85,6 +89,8 @@ class GrammarCompiler:
         self._confined: Confined | None = None
         self._cache: OrderedDict[bytes, _Outcome] = OrderedDict()
         self._cached_bytes = 0
+        self._read: dict[bytes, LiteralText] = {}
+        """Texts of grammars that are not compiled; used on the event loop."""
         self._num_pending = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
@@ -145,6 +151,20 @@ class GrammarCompiler:
         """Answers are texts that the regex matches as a whole. Raises GrammarError."""
         self.limits.check_regex(regex)
         return f"{HEADER}start: /{regex_to_lark(regex, '')}/\n"
+
+    def read_literals(self, grammar: str) -> LiteralText | None:
+        """The texts of a grammar that holds nobody, as `build_grammar` makes it; None where it is large: that would
+        take time from the requests beside it."""
+        if len(grammar) > MOST_READ:
+            return None
+        key = _digest(grammar)
+        known = self._read.get(key)
+        if known is None:
+            known = LiteralText(read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)[0])
+            self._read[key] = known
+            while len(self._read) > MAX_READ:
+                del self._read[next(iter(self._read))]
+        return known
 
     # -- compiling -------------------------------------------------------------------------------------------------
 
@@ -214,10 +234,10 @@ class GrammarCompiler:
         if matcher.is_error():
             return _Outcome(None, _tidy(matcher.get_error()), 0)
         words, num_bytes = read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)
-        factory = TokenGrammarFactory(
-            matcher, (self._vocab_size + 31) // 32, self._eos_token_ids, literals=LiteralText(words)
-        )
-        return _Outcome(factory, "", max(LEAST_BYTES, int(proof["bytes"])) + num_bytes)
+        literals = LiteralText(words)
+        factory = TokenGrammarFactory(matcher, (self._vocab_size + 31) // 32, self._eos_token_ids, literals=literals)
+        size = max(LEAST_BYTES, int(proof["bytes"])) + num_bytes + literals.num_bytes
+        return _Outcome(factory, "", size)
 
     def _prepare(self, deadline: float | None) -> tuple[LLTokenizer, Confined]:
         """About a second for a large vocabulary, here and in the proving process at once."""

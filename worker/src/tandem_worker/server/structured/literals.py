@@ -29,9 +29,9 @@ _STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"(i?)')
 _REGEX = re.compile(r"/((?:[^/\\\n]|\\.)+)/[a-z]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = re.compile(r"<\[([0-9]+)\]>")
-_SPECIAL = re.compile(r"<[^>\n]*>")
+_SPECIAL = re.compile(r"<[^>\n]{0,80}>")
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-_REPEATED = re.compile(r"[*+]|\{[^}\n]*\}")
+_REPEATED = re.compile(r"[*+]|\{[^}\n]{0,40}\}")
 _JSON = json.JSONDecoder()
 _PLAIN = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 
