@@ -72,7 +72,7 @@ lint-manifests: setup .cache/checkov/.synced ## kubeconform, kube-score and chec
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
 	@# They talk to this machine alone. Reading the world's authorities costs every HTTP client 20 to 50 ms of CPU.
-	@$(RUN) env OMP_NUM_THREADS=1 SSL_CERT_FILE=$(CURDIR)/tests/authority.pem pytest tests --forks 4 -m "not cluster and not full and not gpu and not clients"
+	@$(RUN) env OMP_NUM_THREADS=1 SSL_CERT_FILE=$(CURDIR)/tests/authority.pem pytest tests --forks 6 -m "not cluster and not full and not gpu and not clients"
 
 .PHONY: unit-matrix
 unit-matrix: setup ## Unit tests under four instruction sets, alone, beside busy processes and on one core (MATRIX="--sets avx2")

@@ -14,7 +14,7 @@ from tests import leftovers
 from tests.forks import is_forked, pytest_addoption, pytest_runtestloop
 from tests.full import reason_of
 from tests.mooncake.fixtures import loopback_alone, module_on_loopback_alone
-from tests.tandem_worker.process.forking import Forker
+from tests.tandem_worker.process.forking import Forker, SharedForker
 
 __all__ = ("loopback_alone", "module_on_loopback_alone", "pytest_addoption", "pytest_runtestloop")
 """Fixtures and hooks of others' files."""
@@ -23,6 +23,9 @@ __all__ = ("loopback_alone", "module_on_loopback_alone", "pytest_addoption", "py
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("gate", settings.get_profile("tandem"), derandomize=True, max_examples=50)
 """The same examples in every run: a change is not refused for what chance finds elsewhere. The full run draws anew."""
+
+_shared: list[SharedForker] = []
+"""One, where several processes share the tests."""
 
 LONG = (
     "tests/tandem_worker/process/",
@@ -61,9 +64,16 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def forker() -> Iterator[Forker]:
     """Where worker processes are forked from that are started for their behaviour, and not for their start."""
-    forker = Forker()
+    forker = Forker(_shared[0].address if _shared else None)
     yield forker
     forker.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What processes that are forked here will fork workers from, is imported once for all of them."""
+    is_shared = session.config.getoption("forks") and not session.config.option.collectonly
+    if is_shared and any("forker" in getattr(item, "fixturenames", ()) for item in session.items):
+        _shared.append(SharedForker())
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,6 +89,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     A process that ran tests and leaves something behind fails the run; of several, each tells the first one."""
     if not is_forked():  # those do not end as processes do
         gc.unfreeze()
+        for each in _shared:
+            each.close()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["leftovers"] = leftovers.find_leftovers()
     elif not session.config.getoption("numprocesses", None):

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from _pytest.reports import TestReport
 
 from tests import leftovers
 
+ENDING_SECONDS = 30.0
 _forked = threading.Event()
 
 
@@ -97,12 +99,22 @@ class Sharing:
                     elif (link := self._bury(process)) is not None:
                         return link
         finally:
-            for process in self._processes.values():
-                os.kill(process.pid, signal.SIGKILL)
-                os.waitpid(process.pid, 0)
+            self._interrupt()
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
         return None
+
+    def _interrupt(self) -> None:
+        """End those that still run, where this process fails: their tests may end what they have started."""
+        for process in self._processes.values():
+            os.kill(process.pid, signal.SIGINT)
+        deadline = time.monotonic() + ENDING_SECONDS
+        for process in self._processes.values():
+            process.link.close()
+            while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(process.pid, signal.SIGKILL)
+                time.sleep(0.05)
 
     def _fork(self, number: int) -> Connection | None:
         ours, theirs = Pipe()
@@ -171,6 +183,7 @@ class Sharing:
 def _work(session: pytest.Session, link: Connection) -> None:
     """In a forked process: run what is given until nothing is."""
     config = session.config
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     leftovers.forget()
     _keep_outputs_apart(config)
     config.workeroutput = {}  # type: ignore[attr-defined]

@@ -72,6 +72,9 @@ FULL: dict[str, str] = {
         "3 s in the interpreter: the same with another seed",
     "tests/tandem_worker/kernels/on_device/test_sampling.py::test_draws_among_equals_reach_the_lowest_ids_alone[50-1.0":
         "1 s in the interpreter: the other case stays",
+    "tests/tandem_worker/model/tokenization/test_gguf.py::test_files_that_contradict_themselves[changes4]":
+        "3 s of a process that imports transformers: that what it cannot convert ends a start in words is shown of a"
+        " folder (test_conversion.py)",
     "tests/tandem_worker/process/test_telemetry.py::test_the_velocity_is_that_of_busy_time_and_survives_idle_time":
         "20 s of a worker under load: the engine's own tests of its velocity stay",
     "tests/tandem_worker/process/test_watchdog.py::test_a_step_timeout_of_zero_lets_steps_hang":

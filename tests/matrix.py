@@ -26,7 +26,7 @@ SETS: dict[str, dict[str, str]] = {
 }
 """What torch and oneDNN may use of the CPU. The project's own kernels need AVX-512 and are the same in all."""
 LOADS = ("idle", "busy", "one-core")
-ARGUMENTS = ("--forks", "4", "-q", "-m", "not cluster and not full and not gpu and not clients")
+ARGUMENTS = ("--forks", "6", "-q", "-m", "not cluster and not full and not gpu and not clients")
 MOST_SECONDS = 3600
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _PASSED = re.compile(r"(\d+) passed")

@@ -17,14 +17,14 @@ from tandem_operator.workloads.store import disk_settings
 from tandem_worker.host.mooncake import find_mooncake_program
 
 from tests.mooncake.library import plan_environment
+from tests.ports import free_port
 
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 
 
 def find_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """One that the kernel gives to no connection before a program listens there."""
+    return free_port()
 
 
 class Program:

@@ -49,7 +49,7 @@ def answered(trace: Path, measured: Path, tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", output)
         code = main([
-            str(trace), *SLO, "--profile", str(measured), "--price", "2", "--minutes", "0.3", "--replicas", "3",
+            str(trace), *SLO, "--profile", str(measured), "--price", "2", "--minutes", "0.2", "--replicas", "3",
             "--json", str(folder / "a.json"), "--plot", str(folder / "chart"),
         ])  # fmt: skip
     assert code == 0

@@ -4,7 +4,8 @@ Importing takes more computing than all else in a start. What a worker does then
 its own environment, arguments and log, that runs `tandem_worker` as a program from its first line and ends by itself.
 
 `python forking.py FD` is the process that is forked from. It takes orders from the socket at that descriptor, and ends
-with whoever holds the other end; its workers end with it.
+with whoever holds the other end; its workers end with it. With a second descriptor it takes orders of others, too, who
+connect to the socket there: theirs end when they hang up.
 """
 
 from __future__ import annotations
@@ -71,10 +72,41 @@ class Forked:
         return self.returncode
 
 
+def launch(*more: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process to fork from, and the socket to order at; `more` it has, too."""
+    from tandem_worker.host.environment import prepare_environment
+
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    prepare_environment(environment, num_threads=1, cache_dir="/absent")  # which torch reads when it is imported
+    orders, theirs = socket.socketpair()
+    with theirs:
+        held = [theirs.fileno(), *(each.fileno() for each in more)]
+        command = [sys.executable, __file__, *map(str, held)]
+        return subprocess.Popen(command, pass_fds=held, env=environment, stdin=subprocess.DEVNULL), orders
+
+
+class SharedForker:
+    """A process to fork from for all that connect to `address`, so that it imports once for all processes of a run."""
+
+    def __init__(self) -> None:
+        self.address = f"\0tandem-tests-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            self._process, self._orders = launch(listener)
+
+    def close(self) -> None:
+        """Also ends what was forked."""
+        self._orders.close()
+        self._process.wait(30)
+
+
 class Forker:
     """The process to fork from: started with the first worker, ended with this process or by `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = None) -> None:
+        """At `address` one is there for several processes already."""
+        self._address = address
         self._orders: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -95,27 +127,23 @@ class Forker:
 
     def close(self) -> None:
         """Also ends what was forked."""
-        if self._orders is not None and self._process is not None:
+        if self._orders is not None:
             self._orders.close()
+        if self._process is not None:
             self._process.wait(30)
 
     def _launch(self) -> socket.socket:
-        from tandem_worker.host.environment import prepare_environment
-
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        prepare_environment(environment, num_threads=1, cache_dir="/absent")  # which torch reads when it is imported
-        self._orders, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+        if self._address is None:
+            self._process, self._orders = launch()
+        else:
+            self._orders = socket.socket(socket.AF_UNIX)
+            self._orders.connect(self._address)
         return self._orders
 
 
 def main() -> None:
     """In the process to fork from; returns in the forked ones, which then are the program."""
-    orders = socket.socket(fileno=int(sys.argv[1]))
+    orders, *listeners = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     from tandem_worker.host.postponed import postpone_imports
 
     postpone_imports(os.environ)
@@ -134,28 +162,38 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     ends: dict[int, socket.socket] = {}
+    senders: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        selector.register(orders, selectors.EVENT_READ)
-        selector.register(wakeup, selectors.EVENT_READ)
+        for each in (orders, wakeup, *listeners):
+            selector.register(each, selectors.EVENT_READ)
         while True:
             for key, _mask in selector.select():
-                if key.fileobj is wakeup:
+                asker = key.fileobj
+                assert isinstance(asker, socket.socket)
+                if asker is wakeup:
                     wakeup.recv(4096)
                     _tell_ends(ends)
-                elif not (size := orders.recv(8, socket.MSG_WAITALL)):
-                    os._exit(0)
+                elif asker in listeners:
+                    selector.register(asker.accept()[0], selectors.EVENT_READ)
+                elif not (size := asker.recv(8, socket.MSG_WAITALL)):
+                    if asker is orders:
+                        os._exit(0)
+                    selector.unregister(asker)
+                    asker.close()
+                    for pid in [pid for pid in ends if senders[pid] is asker]:
+                        os.kill(pid, signal.SIGKILL)
                 else:
-                    order = json.loads(orders.recv(int(size), socket.MSG_WAITALL))
-                    _, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
+                    order = json.loads(asker.recv(int(size), socket.MSG_WAITALL))
+                    _, descriptors, _, _ = socket.recv_fds(asker, 1, 2)
                     parent = os.getpid()
                     if pid := os.fork():
                         os.close(descriptors[0])
-                        ends[pid] = socket.socket(fileno=descriptors[1])
-                        orders.sendall(str(pid).encode())
+                        ends[pid], senders[pid] = socket.socket(fileno=descriptors[1]), asker
+                        asker.sendall(str(pid).encode())
                         continue
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for held in (orders, wakeup, wake, *ends.values()):
+                    for held in (wake, *(each.fileobj for each in selector.get_map().values()), *ends.values()):
                         held.close()
                     os.close(descriptors[1])
                     _become(order, descriptors[0], parent)

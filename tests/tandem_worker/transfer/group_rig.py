@@ -20,6 +20,7 @@ from tandem_worker.transfer.decode.client import FollowingReceiver, TcpPrefillCl
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
+from tests.ports import free_port
 from tests.tandem_worker.transfer.engines import build_transports
 from tests.tandem_worker.transfer.shards import BLOCK_SIZE, build_cache, build_whole, take_share
 
@@ -102,7 +103,7 @@ class Groups:
         self._build_decode()
 
     def _build_prefill(self) -> None:
-        self.ports = [_free_port() for _ in self.sources]
+        self.ports = [free_port() for _ in self.sources]
         ranks = [
             RankAddress(endpoint=f"127.0.0.1:{port}", shard=shard)
             for port, shard in zip(self.ports, self.sources, strict=True)
@@ -195,10 +196,3 @@ def running(groups: Groups) -> Iterator[Groups]:
 
 def _others(ranks: list[RankAddress]) -> range:
     return range(1, len(ranks))
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

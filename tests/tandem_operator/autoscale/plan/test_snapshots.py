@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
@@ -329,22 +331,18 @@ TRAFFIC = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(SAMPLES, SAMPLES, TRAFFIC), min_size=1, max_size=6))
-def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any]) -> None:
-    """A worker or a gateway with a defect says anything: replicas stay within their bounds, and words short."""
-    totals, history = Totals(since=0.0), History()
+def follow(
+    totals: Totals, history: History, steps: range, told: Sequence[tuple[dict[str, Any], ...]]
+) -> tuple[Totals, History]:
+    """So many steps in which workers and gateways say what is `told` by turns, beside what is ordinary."""
     ordinary: dict[str, Any] = {
         "prefill_tokens_per_second": 1000.0, "running_requests": 1, "running_tokens": 100, "decode_step_seconds": 0.02,
     }  # fmt: skip
-    for step in range(60):
+    for step in steps:
         at, n = 5.0 * step, 30 * step
-        traffic: dict[str, Any] = {f.name: 100 * n for f in fields(Counters)} | {"requests": n, "finished": n}
-        prefill = decode = ordinary
-        if step >= 40:
-            odd_prefill, odd_decode, odd_traffic = told[step % len(told)]
-            prefill, decode, traffic = ordinary | odd_prefill, ordinary | odd_decode, traffic | odd_traffic
-        seen = [heard("g", worker("p-0", **prefill), worker("d-0", D, **decode), **traffic)]
+        prefill, decode, traffic = told[step % len(told)]
+        traffic = {f.name: 100 * n for f in fields(Counters)} | {"requests": n, "finished": n} | traffic
+        seen = [heard("g", worker("p-0", **ordinary | prefill), worker("d-0", D, **ordinary | decode), **traffic)]
         totals = add_up(totals, seen, now=0.0)
         snapshot = take_snapshot(seen, counts(prefill=["p-0"], decode=["d-0"]), totals, now=at)
         assert snapshot is not None
@@ -355,6 +353,19 @@ def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any])
         assert all(1 <= count <= 50 for count in decision.replicas.values())
         assert len(decision.sentence) < 2000
         measure([(one, totals.ttft_counts) for one in history.snapshots])
+    return totals, history
+
+
+@cache
+def ordinary_past() -> tuple[Totals, History]:
+    return follow(Totals(since=0.0), History(), range(40), [({}, {}, {})])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SAMPLES, SAMPLES, TRAFFIC), min_size=1, max_size=6))
+def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any]) -> None:
+    """A worker or a gateway with a defect says anything: replicas stay within their bounds, and words short."""
+    follow(*ordinary_past(), range(40, 60), told)
 
 
 @pytest.mark.parametrize(
