@@ -35,7 +35,7 @@ FULL: dict[str, str] = {
     },
     "tests/tandem_sim/test_cli.py::test_it_finds_the_smallest_fleet_that_attains":
         "4 s: the search is tested by itself in test_capacity.py",
-    "tests/tandem_sim/test_baselines.py::test_in_the_simulator_it_follows_a_jump_and_comes_back":
+    "tests/bench/test_baselines.py::test_in_the_simulator_it_follows_a_jump_and_comes_back":
         "2 s: a baseline of the benchmark",
     "tests/tandem_worker/engine/execute/test_arena.py::test_counting_does_not_load_the_compiler":
         "2 s of a process of its own: process/test_imports.py shows it of a worker that serves",

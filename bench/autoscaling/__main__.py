@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tandem_sim.baselines import Told
 from tandem_sim.comparison import Rate, judge
 from tandem_sim.plot import draw_studies, name_targets
 from tandem_sim.shapes import build_constant, build_ramp, build_spike
 from tandem_sim.workload import Intensity, Workload
 
+from bench.autoscaling.baselines import Told
 from bench.autoscaling.runs import (
     BASELINES,
     REFERENCES,

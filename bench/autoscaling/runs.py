@@ -11,7 +11,6 @@ import numpy as np
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.adapter import Autoscaler
 from tandem_operator.autoscale.plan.contract import Target, Tuning
-from tandem_sim.baselines import SlaPlanner, Static, TokenVelocity, Told, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
 from tandem_sim.replay import Policy, Simulation
 from tandem_sim.result import Replay
@@ -20,6 +19,7 @@ from tandem_sim.shapes import Shape, play
 from tandem_sim.traces import Arrival
 from tandem_sim.workload import D, Intensity, P, Workload
 
+from bench.autoscaling.baselines import SlaPlanner, Static, TokenVelocity, Told, Velocity, build_hpa, build_keda
 from bench.autoscaling.scenario import TPOT, TTFT
 
 Row = dict[str, float | str]
@@ -55,24 +55,24 @@ class Case:
 
 BASELINES: dict[str, Build] = {
     **{
-        f"HPA on utilization {target:g}": lambda scenario, _, target=target: build_hpa(scenario.velocity, target)
+        f"HPA on utilization {target:g}": lambda scenario, _, target=target: build_hpa(Velocity.of(scenario), target)
         for target in (0.5, 0.65, 0.8)
     },
     **{
         f"KEDA on queue {queue:g}": lambda scenario, _, queue=queue, share=share: build_keda(
-            scenario.velocity, queue, share
+            Velocity.of(scenario), queue, share
         )
         for queue, share in ((0.75, 0.5), (1.5, 0.7), (3.0, 0.9))
     },
     **{
         f"token velocity x{headroom:g}": lambda scenario, _, headroom=headroom: TokenVelocity(
-            scenario.velocity, headroom=headroom
+            Velocity.of(scenario), headroom=headroom
         )
         for headroom in (1.0, 1.25)
     },
     **{
         f"SLA planner {interval:g} s": lambda scenario, _, interval=interval: SlaPlanner(
-            scenario.velocity, interval=interval, utilization=0.8
+            Velocity.of(scenario), interval=interval, utilization=0.8
         )
         for interval in (60.0, 180.0)
     },

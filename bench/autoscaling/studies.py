@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 from tandem_operator.autoscale.plan.contract import Target, Tuning
-from tandem_sim.baselines import Ceiling
 from tandem_sim.comparison import Rate, compare
 from tandem_sim.replay import Simulation
 from tandem_sim.shapes import Shape, build_constant, build_ramp, build_spike
 from tandem_sim.workload import D, P
 
+from bench.autoscaling.baselines import Ceiling
 from bench.autoscaling.runs import Case, Row, build_planner, measure, run
 from bench.autoscaling.scenario import TTFT, load_scenarios
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.contract import Target
-from tandem_sim.agents import Agents
 from tandem_sim.fleet import StartUp
 from tandem_sim.load import Load, Recorded
 from tandem_sim.profiles import WorkerProfile
@@ -27,6 +26,7 @@ from tandem_sim.setting import Failure, Setting
 from tandem_sim.synthetic import make_like_conversation
 from tandem_sim.traces import Arrival, multiply, offered_tokens, read
 
+from bench.routing.agents import Agents
 from bench.routing.decision import measure
 from bench.routing.policies import (
     LeastTokens,

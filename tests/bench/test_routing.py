@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tandem_sim.agents import Agents
 from tandem_sim.load import Recorded
 from tandem_sim.result import Replay
 from tandem_sim.synthetic import make_conversations
 from tandem_sim.traces import Arrival, multiply, offered_tokens, read_trace
 
 from bench.routing.__main__ import Fleet
+from bench.routing.agents import Agents
 from bench.routing.policies import LeastTokens, PerfectGreedy, RoundRobin, SessionHash, Tandem
 from bench.routing.verdict import FOUR, GREEDY, ONE, judge
 

@@ -20,7 +20,6 @@ from tandem_operator.autoscale.plan.sizing import (
     size_prefill,
 )
 
-from tandem_sim.baselines import Velocity
 from tandem_sim.cache import PrefixCache
 from tandem_sim.profiles import WorkerProfile
 from tandem_sim.traces import Arrival
@@ -68,14 +67,14 @@ class Workload:
         """Replicas for so many uncached prompt tokens and requests per second, from the true profile."""
         return {
             P: max(1, size_prefill(tokens, self.prompts, self.speed, self.ttft)),
-            D: max(1, size_decode(count_resident(requests, self.answers, self._room, 1.0), self._room)),
+            D: max(1, size_decode(count_resident(requests, self.answers, self.room, 1.0), self.room)),
         }
 
     def needed_shared(self, tokens: float, requests: float, chunk: int) -> dict[Role, int]:
         """The same of replicas that do both, in steps of `chunk` tokens."""
         profile = self.profile
         per_token = profile.step_context_seconds + profile.step_sequence_seconds / self.answers.context
-        context = min(self._room.context, requests * self.answers.output * self.tpot.seconds * self.answers.context)
+        context = min(self.room.context, requests * self.answers.output * self.tpot.seconds * self.answers.context)
         middle = self.prompts.tokens - self.prompts.uncached / 2
         mixed = profile.mixed_step(context / self.answers.context, context, chunk, middle)
         replica = SharedReplica(
@@ -90,17 +89,8 @@ class Workload:
         return {D: size_shared(demand, replica, self.ttft, self.tpot)[0]}
 
     @property
-    def velocity(self) -> Velocity:
-        room = self._room
-        return Velocity(
-            prefill=self.speed,
-            decode=room.tokens_per_second(self.answers.context),
-            sequences=room.context / self.answers.context,
-            kv_share=room.context / self.profile.kv_tokens,
-        )
-
-    @property
-    def _room(self) -> DecodeRoom:
+    def room(self) -> DecodeRoom:
+        """What a decode replica takes in within the target for a token."""
         per_token = self.profile.step_context_seconds + self.profile.step_sequence_seconds / self.answers.context
         steps = StepModel(base=self.profile.step_seconds, slope=per_token)
         return find_room(steps, self.profile.kv_tokens, self.tpot)

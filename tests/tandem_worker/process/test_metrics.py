@@ -16,8 +16,9 @@ from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.model.weighing import Matrices
 from tandem_worker.process.families import Families
-from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.process.metrics import build_metrics_text
 from tandem_worker.process.progress import StartFigure
+from tandem_worker.process.telemetry import WorkerFacts, WorkerSample, build_telemetry
 from tandem_worker.server.answer.request_metrics import RequestMetrics
 from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.structured.contract import CompileCounts

@@ -21,7 +21,7 @@ from tandem_operator.autoscale.plan.snapshots import Heard, RoleCount, Totals, a
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.group.control.link import encode_beat, parse_beat
 from tandem_worker.host.nvml import NO_GPU, GpuReader, GpuSample
-from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_telemetry
+from tandem_worker.process.telemetry import WorkerFacts, WorkerSample, build_telemetry
 from tandem_worker.server.structured.contract import CompileCounts
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "nvml.json").read_text())

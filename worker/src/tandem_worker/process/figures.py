@@ -13,8 +13,9 @@ from tandem_api.telemetry import WeightsTelemetry, WorkerTelemetry
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import GpuReader, GpuSample
-from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.process.metrics import build_metrics_text
 from tandem_worker.process.progress import StartProgress
+from tandem_worker.process.telemetry import WorkerFacts, WorkerSample, build_telemetry
 from tandem_worker.server.answer.request_metrics import RequestMetrics
 from tandem_worker.server.prepare.counts import PreparationCounts
 from tandem_worker.server.wire.prompt_names import PromptNames

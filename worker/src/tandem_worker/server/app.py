@@ -37,7 +37,7 @@ from tandem_worker.server.dialects.renaming import renamed_errors
 from tandem_worker.server.dialects.responses.encoder import ResponsesEncoder
 from tandem_worker.server.dialects.responses.request import RENAMED as RENAMED_RESPONSES
 from tandem_worker.server.prepare.counts import PreparationCounts
-from tandem_worker.server.prepare.preparer import PreparedChat
+from tandem_worker.server.prepare.draft import PreparedChat
 from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.wire.http import (

@@ -17,9 +17,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
-import select
-import signal
 import socket
 import threading
 import time
@@ -40,13 +37,12 @@ from tandem_worker.host.isolation.contract import (
     read_frame,
     write_frame,
 )
-from tandem_worker.host.isolation.keeper import START_SECONDS, Keeper, LostError
+from tandem_worker.host.isolation.jobs import Job, JobStock, explain_end
+from tandem_worker.host.isolation.keeper import Keeper, LostError
 from tandem_worker.host.isolation.spawner import SECONDS
 
 logger = logging.getLogger(__name__)
 
-_NOTICE_SECONDS = 0.5
-"""The spawner says within this time how a job ended."""
 _MOST_CALLS = 100
 """A job serves at most as many: whatever it may have kept of them ends with it."""
 _MOST_SILENT = 3
@@ -62,31 +58,6 @@ class CallCounts:
     unavailable: int = 0
     seconds: float = 0.0
     """Spent in calls, waiting included."""
-
-
-@dataclass(slots=True)
-class _Job:
-    sock: socket.socket
-    notice: int
-    """Pipe on which the spawner tells how the job ended."""
-    begun: bool = False
-    num_calls: int = 0
-
-    @property
-    def alive(self) -> bool:
-        """It has not closed its end, nor has the kernel for it."""
-        self.sock.setblocking(False)
-        try:
-            return self.sock.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """It ends, whatever it computes: the spawner sees that nobody waits for its end any more."""
-        self.sock.close()
-        os.close(self.notice)
 
 
 class _GivenUpError(IsolationError):
@@ -146,26 +117,21 @@ class Confined:
         self._most_pending = parallel + queue
         self._num_pending = 0
         self._num_silent = 0
-        self._stock: list[_Job] = []
-        """Jobs that wait for a call. Those of a spawner that has ended have ended too."""
-        self._most_stocked = parallel
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(parallel)
         self._threads = ThreadPoolExecutor(parallel + queue, thread_name_prefix=name)
+        self._stock = JobStock(self._keeper, parallel, self._threads)
 
     def start(self) -> None:
         """Start the process and prepare jobs for the first calls. Returns at once."""
         self._keeper.start()
-        self._refill()
+        self._stock.refill()
 
     def close(self) -> None:
         """End the processes. Jobs under way fail, and those that wait for a turn are cancelled."""
         self._keeper.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            stock, self._stock = self._stock, []
-        for job in stock:
-            job.close()
+        self._stock.drop()
 
     def wait_until_ready(self, seconds: float) -> None:
         """Raises UnavailableError: at once when the process cannot be started."""
@@ -239,7 +205,7 @@ class Confined:
                 return self._run_job(function, request, deadline, call)
             except LostError:
                 logger.warning("the process for %s died under a call, which is tried again", self.name)
-                self._drop_stock()
+                self._stock.drop()
                 return self._run_job(function, request, deadline, call)
         except LostError as error:
             self.counts.unavailable += 1
@@ -254,7 +220,7 @@ class Confined:
     def _run_job(self, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
         if call.given_up:
             raise _GivenUpError
-        job = self._take_job(deadline)
+        job = self._stock.take(deadline)
         try:
             call.begin(job.sock)
             try:
@@ -263,76 +229,19 @@ class Confined:
                 call.end()
         except BaseException as error:
             job.close()
-            self._refill()
+            self._stock.refill()
             if call.given_up:
                 raise _GivenUpError from error
             raise
         job.num_calls += 1
         if job.num_calls < _MOST_CALLS:
-            self._put(job)
+            self._stock.put(job)
         else:
             job.close()
-            self._refill()
+            self._stock.refill()
         return answer
 
-    def _take_job(self, deadline: float) -> _Job:
-        """One that waits already, if there is any. Raises UnavailableError."""
-        with self._lock:
-            while self._stock:
-                job = self._stock.pop()
-                if job.alive:
-                    return job
-                job.close()
-        try:
-            return self._begin_job(deadline)
-        except OSError as error:
-            raise UnavailableError(f"the process for {self.name} cannot be reached: {error}") from error
-
-    def _drop_stock(self) -> None:
-        with self._lock:
-            stock, self._stock = self._stock, []
-        for job in stock:
-            job.close()
-
-    def _refill(self) -> None:
-        """Forking and touching memory takes longer than most calls: the next one is to find it done."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._threads.submit(self._fill)
-
-    def _fill(self) -> None:
-        try:
-            while len(self._stock) < self._most_stocked and not self._keeper.closed:
-                self._put(self._begin_job(time.monotonic() + START_SECONDS))
-        except (OSError, UnavailableError) as error:
-            logger.warning("the process for %s keeps no job ready: %s", self.name, error)
-
-    def _put(self, job: _Job) -> None:
-        with self._lock:
-            if len(self._stock) < self._most_stocked and not self._keeper.closed:
-                self._stock.append(job)
-                return
-        job.close()
-
-    def _begin_job(self, deadline: float) -> _Job:
-        """Raises OSError, UnavailableError."""
-        while True:
-            self._keeper.wait_until_ready(deadline)
-            with contextlib.ExitStack() as undo:
-                sock, theirs = socket.socketpair()
-                undo.callback(sock.close)
-                with theirs:
-                    notice, their_notice = os.pipe()
-                    undo.callback(os.close, notice)
-                    try:
-                        self._keeper.send([theirs.fileno(), their_notice])
-                    except LostError:
-                        continue
-                    finally:
-                        os.close(their_notice)
-                undo.pop_all()
-                return _Job(sock, notice)
-
-    def _talk(self, job: _Job, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
+    def _talk(self, job: Job, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
         """Hand a job its request and take its answer."""
         sock = job.sock
         try:
@@ -348,7 +257,7 @@ class Confined:
         except PeerGoneError:
             if call.given_up:
                 raise _GivenUpError from None
-            raise self._read_notice(job.notice) from None
+            raise explain_end(job, self.limits) from None
         except TimeoutError:
             if job.begun:  # the kernel ends it about now
                 raise LimitError("deadline", "takes longer than its deadline") from None
@@ -361,13 +270,6 @@ class Confined:
                 raise LimitError("memory_bytes", f"takes more than {self.limits.memory_bytes >> 20} MiB of memory")
             case AnswerStatus.RAISED:
                 raise FunctionError(answer.decode(errors="replace"))
-
-    def _read_notice(self, notice: int) -> IsolationError | LostError:
-        """How the job ended. A spawner that does not say is gone itself; SIGKILL comes from others than the input."""
-        poll = select.poll()  # `select.select` takes no descriptor above 1,023
-        poll.register(notice, select.POLLIN)
-        number = os.read(notice, 1) if poll.poll(_NOTICE_SECONDS * 1e3) else b""
-        return self.limits.explain(number[0]) if number and number[0] != signal.SIGKILL else LostError()
 
     def _note_silence(self) -> None:
         """A spawner that lets call after call pass without beginning hangs, and is replaced."""

@@ -22,7 +22,7 @@ from tandem_worker.server.answer.answerer import raise_failure
 from tandem_worker.server.answer.deltas import DeltaHub
 from tandem_worker.server.answer.flight import Flight
 from tandem_worker.server.dialects.openai.pooling_requests import EmbeddingRequest, ScoreRequest
-from tandem_worker.server.prepare.preparer import PreparedEmbedding, PreparedScore, Tokens
+from tandem_worker.server.prepare.draft import PreparedEmbedding, PreparedScore, Tokens
 from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.text.output import Usage
 from tandem_worker.server.wire.http import send_parts

@@ -20,7 +20,7 @@ from tandem_worker.server.dialects.openai.chunks import ChatEncoder, CompletionE
 from tandem_worker.server.dialects.openai.completion_request import CompletionRequest
 from tandem_worker.server.dialects.openai.logprobs import PromptScores
 from tandem_worker.server.dialects.openai.options import CommonOptions, to_sampling
-from tandem_worker.server.prepare.preparer import PreparedChat, PreparedCompletion, Tokens
+from tandem_worker.server.prepare.draft import PreparedChat, PreparedCompletion, Tokens
 from tandem_worker.server.prepare.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable

@@ -19,16 +19,15 @@ from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.dialects.fields import refuse
 from tandem_worker.server.dialects.openai.chat_request import ChatRequest
 from tandem_worker.server.dialects.openai.output_format import ResponseFormat
-from tandem_worker.server.prepare.fitting import LengthBound
-from tandem_worker.server.prepare.preparer import (
-    NotHereError,
+from tandem_worker.server.prepare.draft import (
     Prepared,
     PreparedChat,
     PreparedCompletion,
     PreparedEmbedding,
     PreparedScore,
-    Preparer,
 )
+from tandem_worker.server.prepare.fitting import LengthBound
+from tandem_worker.server.prepare.preparer import NotHereError, Preparer
 from tandem_worker.server.prepare.prompting import Prompter
 from tandem_worker.server.prepare.rules import PromptRules
 

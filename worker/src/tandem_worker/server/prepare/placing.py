@@ -28,8 +28,9 @@ from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.host.memory import trim_memory
 from tandem_worker.server.prepare.counts import PreparationCounts
+from tandem_worker.server.prepare.draft import Prepared
 from tandem_worker.server.prepare.job import SETUP, job_name, unpack
-from tandem_worker.server.prepare.preparer import NotHereError, Prepared, Preparer
+from tandem_worker.server.prepare.preparer import NotHereError, Preparer
 from tandem_worker.server.wire.http import (
     MAX_BODY_BYTES,
     TOO_MANY_LARGE_REQUESTS,

@@ -9,105 +9,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.dialects.fields import Fields, refuse, wrong_type
+from tandem_worker.server.dialects.fields import Fields, wrong_type
 from tandem_worker.server.dialects.messages import request as messages
 from tandem_worker.server.dialects.openai.chat_request import ChatRequest
 from tandem_worker.server.dialects.openai.completion_request import (
-    CompletionRequest,
-    Prompt,
     check_token_ids,
     parse_completion,
 )
 from tandem_worker.server.dialects.openai.pooling_requests import (
-    EmbeddingRequest,
-    ScoreRequest,
-    parse_embedding,
     parse_rerank,
     parse_score,
 )
 from tandem_worker.server.dialects.renaming import rename, renamed_errors
 from tandem_worker.server.dialects.responses import request as responses
+from tandem_worker.server.prepare.draft import (
+    Draft,
+    Prepared,
+    PreparedChat,
+    PreparedCompletion,
+    Text,
+    Tokens,
+    cut_count,
+    cut_front,
+    fill_in,
+)
 from tandem_worker.server.prepare.fitting import LengthBound
+from tandem_worker.server.prepare.pooling import check_text_input, draft_comparison, draft_embedding
 from tandem_worker.server.prepare.prompting import Prompter
 from tandem_worker.server.prepare.rules import AnswerLimit, PromptRules
 from tandem_worker.server.tools.harmony import START
 
 _END_CHARACTERS = 64
 """Marks that a prompt may end in are shorter."""
-
-Tokens = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedChat:
-    request: ChatRequest
-    tokens: Tokens
-    room: int
-    """Tokens that the answer may have."""
-    ignored: Sequence[str]
-    """Options that were left out of account."""
-    prompt_end: str
-    """The end of the rendered conversation: the header of the message that the answer continues, or more."""
-    echo: bytes = b"{}"
-    """Fields that answers of another shape repeat, as a JSON object."""
-    prediction: Tokens = ()
-    """What the client expects the answer to be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCompletion:
-    request: CompletionRequest
-    tokens: Sequence[Tokens]
-    room: Sequence[int]
-    ignored: Sequence[str]
-    prediction: Tokens = ()
-    """What the client expects each answer to be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedEmbedding:
-    request: EmbeddingRequest
-    tokens: Sequence[Tokens]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedScore:
-    request: ScoreRequest
-    tokens: Sequence[Tokens]
-    """Tokens of the queries, then of the documents."""
-
-
-Prepared = PreparedChat | PreparedCompletion | PreparedEmbedding | PreparedScore | bytes
-"""Bytes are an answer in JSON, ready to be sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """To be tokenized. `check` is told how many tokens it has, and before that how many it has at least."""
-
-    text: str
-    add_special_tokens: bool
-    check: Callable[[int, bool], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A request that is read; what is left to do is to tokenize its texts and to put it together."""
-
-    texts: Sequence[Text]
-    finish: Callable[[Sequence[Tokens]], Prepared]
-    """Takes the tokens of `texts`."""
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of all texts that are still to be tokenized."""
-        return sum(len(each.text) for each in self.texts)
 
 
 class NotHereError(Exception):
@@ -130,9 +68,9 @@ class Preparer:
             "responses": self._responses,
             "messages": self._messages,
             "count": self._count,
-            "embedding": self._embedding,
-            "score": lambda body, lenient: self._compare(parse_score(body)),
-            "rerank": lambda body, lenient: self._compare(parse_rerank(body)),
+            "embedding": lambda body, lenient: draft_embedding(rules, body),
+            "score": lambda body, lenient: draft_comparison(rules, parse_score(body)),
+            "rerank": lambda body, lenient: draft_comparison(rules, parse_rerank(body)),
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }
@@ -179,10 +117,10 @@ class Preparer:
         limit = AnswerLimit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
 
         def check(num_tokens: int, least: bool) -> int:
-            return limit.room(_least(num_tokens, most), param="messages", least=least)
+            return limit.room(cut_count(num_tokens, most), param="messages", least=least)
 
         def finish(encoded: Sequence[Tokens]) -> PreparedChat:
-            tokens = _last(encoded[0], most)
+            tokens = cut_front(encoded[0], most)
             room = limit.room(len(tokens), param="messages")
             ignored = [*request.common.ignored, *limit.ignored]
             return PreparedChat(
@@ -199,7 +137,7 @@ class Preparer:
 
     def _prediction(self, text: str) -> list[Text]:
         """To be tokenized after the prompts, where there is any."""
-        return [Text(text, False, self._input_check("prediction", None))] if text else []
+        return [Text(text, False, check_text_input(self._rules, "prediction", None))] if text else []
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
         chat, echo, places = responses.translate(body, self._rules.sampling)
@@ -259,12 +197,12 @@ class Preparer:
         limit = AnswerLimit(rules, request.max_tokens, lenient=lenient, name="max_tokens")
 
         def check(num_tokens: int, least: bool) -> int:
-            return limit.room(_least(num_tokens, most), param="prompt", least=least)
+            return limit.room(cut_count(num_tokens, most), param="prompt", least=least)
 
         def finish(encoded: Sequence[Tokens]) -> PreparedCompletion:
             # OpenAI takes an empty prompt as the beginning of a document.
             prompts = encoded[: len(texts)]
-            tokens = [_last(each, most) or (rules.start_token,) for each in _fill_in(request.prompts, prompts)]
+            tokens = [cut_front(each, most) or (rules.start_token,) for each in fill_in(request.prompts, prompts)]
             room = [limit.room(len(each), param="prompt") for each in tokens]
             ignored = [*request.common.ignored, *limit.ignored]
             prediction = encoded[-1] if request.prediction else ()
@@ -276,52 +214,6 @@ class Preparer:
         texts = [each for each in request.prompts if isinstance(each, str)]
         prompts = [Text(each, request.add_special_tokens, check) for each in texts]
         return Draft([*prompts, *self._prediction(request.prediction)], finish)
-
-    def _embedding(self, body: Any, lenient: bool) -> Draft:
-        rules = self._rules
-        assert rules.embedding_size is not None
-        request = parse_embedding(body, rules.vocab_size, rules.embedding_size)
-        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
-        rules.check_name(request.model or "")
-        most = self._longest_input(request.truncate_prompt)
-        texts: list[Text] = []
-        for index, each in enumerate(request.inputs):
-            path = "input" if len(request.inputs) == 1 else f"input[{index}]"
-            if isinstance(each, str):
-                texts.append(Text(each, True, self._input_check(path, most)))
-            else:
-                rules.check_input(_least(len(each), most), param=path)
-
-        def finish(encoded: Sequence[Tokens]) -> PreparedEmbedding:
-            tokens = [_last(each, most) for each in _fill_in(request.inputs, encoded)]
-            return PreparedEmbedding(request=request, tokens=tokens)
-
-        return Draft(texts, finish)
-
-    def _compare(self, request: ScoreRequest) -> Draft:
-        rules = self._rules
-        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
-        rules.check_name(request.model or "")
-        most = self._longest_input(request.truncate_prompt)
-        texts = [
-            Text(text, True, self._input_check(path, most))
-            for text, path in zip((*request.queries, *request.documents), request.paths, strict=True)
-        ]
-        return Draft(
-            texts, lambda encoded: PreparedScore(request=request, tokens=[_last(each, most) for each in encoded])
-        )
-
-    def _longest_input(self, truncate: int | None) -> int | None:
-        """Tokens that are taken of a text that gets no answer; None: all, or it is refused."""
-        return self._rules.max_model_len if truncate == -1 else truncate
-
-    def _input_check(self, path: str, most: int | None) -> Callable[[int, bool], None]:
-        def check(num_tokens: int, least: bool) -> None:
-            if not num_tokens and not least:
-                refuse(path, f"'{path}' must not be empty.", "empty_string")
-            self._rules.check_input(_least(num_tokens, most), param=path, least=least)
-
-        return check
 
     def _tokenize(self, body: Any, lenient: bool) -> Draft:
         """Tokenize a `prompt`, or `messages` with the options of a chat request."""
@@ -367,20 +259,6 @@ class Preparer:
             raise RequestError(f"'tokens' has {len(raw)} ids; at most {rules.max_model_len} are taken.", param="tokens")
         tokens = check_token_ids(raw, "tokens", rules.vocab_size) if raw else ()
         return Draft([], lambda _: orjson.dumps({"prompt": self._prompter.decode(tokens)}))
-
-
-def _least(num_tokens: int, most: int | None) -> int:
-    return num_tokens if most is None else min(num_tokens, most)
-
-
-def _last(tokens: Tokens, most: int | None) -> Tokens:
-    return tokens if most is None or len(tokens) <= most else tokens[-most:]
-
-
-def _fill_in(prompts: Sequence[Prompt], encoded: Sequence[Tokens]) -> list[Tokens]:
-    """The tokens of all prompts: those that came as token ids, and those of texts."""
-    rest = iter(encoded)
-    return [next(rest) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _end_of(prompt: str) -> str:

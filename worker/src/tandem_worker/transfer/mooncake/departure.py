@@ -151,7 +151,6 @@ class Departures:
         """Reports that wait and pieces in flight, by transfer."""
         self._moving_since: float | None = None
         self.bytes_landed = 0
-        self.seconds_moving = 0.0
 
     @property
     def busy(self) -> bool:
@@ -287,7 +286,6 @@ class Departures:
                 flight.overdue = True
                 told.append(self._end(flight, now, lost=True))
         if all(flight.overdue for flight in station.flights):
-            self.seconds_moving += now - self._moving_since
             self._moving_since = None
         return told
 
@@ -297,7 +295,6 @@ class Departures:
             self.bytes_landed += flight.num_bytes
         since, self._moving_since = self._moving_since, now
         assert since is not None, "something was in flight"
-        self.seconds_moving += now - since
         micros = min(round(1e6 * (now - since)), 2**32 - 1)
         landed = flight.landed
         return flight.transfer, Landed(landed.slot, landed.ranges, landed.sums, micros, lost), flight.num_bytes

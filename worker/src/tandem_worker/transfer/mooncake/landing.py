@@ -36,7 +36,6 @@ class Landing:
         self._here = list(range(num_slots))
         """Slots that may be granted."""
         self._num_lost = 0
-        self.num_out = 0
 
     @property
     def clean(self) -> bool:
@@ -50,7 +49,6 @@ class Landing:
             self._epochs[number] += 1
             slots.append(Slot(number, self._epochs[number]))
         self._here.clear()
-        self.num_out += len(slots)
         return Grant(self.engine.address, self.memory.address, self.slot_bytes, tuple(slots))
 
     @property
@@ -67,7 +65,6 @@ class Landing:
         if number >= len(self._epochs) or epoch != self._epochs[number] or number in self._here:
             raise TransferError(f"the peer landed in slot {number} of epoch {epoch}, which it was not granted")
         self._epochs[number] += 1  # said once
-        self.num_out -= 1
         if landed.lost:
             self._num_lost += 1
             if self._num_lost >= _MOST_LOST:

@@ -68,6 +68,55 @@ class _Item:
                 return {**item, "call_id": self.tool.id, "name": self.tool.name, "arguments": self.text}
 
 
+class _Events:
+    """What a stream is written in: numbered in order."""
+
+    def __init__(self) -> None:
+        self.streams = True
+        """Not so: nothing is written, and the answer comes whole."""
+        self._sequence = 0
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        if not self.streams:
+            return b""
+        data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def tell(self, kind: str, response: bytes) -> bytes:
+        """An event of the whole answer."""
+        return self.write(f"response.{kind}", {"response": orjson.Fragment(response)})
+
+
+class _Logprobs:
+    """Those that wait for their text, and those that a stream repeats at the end of an item."""
+
+    def __init__(self) -> None:
+        self._untold: list[TokenLogprob] = []
+        """Of tokens whose text is still to come."""
+        self._repeated_bytes = 0
+        self.repeated: Sequence[TokenLogprob] | None = ()
+
+    def take(self, update: Update) -> Sequence[TokenLogprob]:
+        """Those of the text of `update`, whose first character may have begun before. Not of reasoning or calls."""
+        told, self._untold = [*self._untold, *update.logprobs] if self._untold else update.logprobs, []
+        self.repeated = ()
+        if update.content:
+            self.repeated = None if told and self._repeated_bytes > MAX_REPEATED_BYTES else told
+            return told
+        if not update.has_text:
+            self._untold = list(told)
+        return ()
+
+    def keep(self, item: _Item, logprobs: bytes, *, streams: bool) -> None:
+        """What is repeated at the end. In a stream all of it or, where it is too much, nothing."""
+        self._repeated_bytes += len(logprobs)
+        if streams and self._repeated_bytes > MAX_REPEATED_BYTES:
+            item.logprobs.clear()
+        else:
+            item.logprobs.append(logprobs)
+
+
 class ResponsesEncoder:
     """Writes one answer; its parts come in order, so there is a state."""
 
@@ -80,22 +129,22 @@ class ResponsesEncoder:
         self.head = head
         self._names = token_names(head, table)
         self._echo = echo
-        self._sequence = 0
+        self._events = _Events()
         self._open: _Item | None = None
         self._closed: list[dict[str, Any]] = []
         self._finish: str | None = None
-        self._streams = True
-        self._repeated_bytes = 0
-        self._untold: list[TokenLogprob] = []
-        """Logprobs of tokens whose text is still to come."""
-        self.repeated_logprobs: Sequence[TokenLogprob] | None = ()
+        self._logprobs = _Logprobs()
+
+    @property
+    def repeated_logprobs(self) -> Sequence[TokenLogprob] | None:
+        return self._logprobs.repeated
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         yield from ()  # never long
         response = self._response("in_progress", None)
-        return self._tell("created", response) + self._tell("in_progress", response)
+        return self._events.tell("created", response) + self._events.tell("in_progress", response)
 
     def update(self, index: int, update: Update) -> bytes:
         return complete(self.long_update(index, update))
@@ -106,7 +155,7 @@ class ResponsesEncoder:
         events += [self._add(tool.arguments) for tool in going_on if tool.arguments]
         if update.reasoning:
             events += [self._enter("reasoning"), self._add(update.reasoning)]
-        told = self._take_logprobs(update)
+        told = self._logprobs.take(update)
         if update.content:
             events.append(self._enter("message"))
             logprobs = (yield from chat_entries(self._names, told)) if told else b""
@@ -128,17 +177,17 @@ class ResponsesEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         """The last event, with the whole answer."""
-        return self._tell(self._status, self._response(self._status, usage))
+        return self._events.tell(self._status, self._response(self._status, usage))
 
     def failure(self, body: Mapping[str, Any]) -> bytes:
         """The last event of an answer that broke off."""
         error = {"code": "server_error", "message": body["error"]["message"]}
-        return self._close("incomplete") + self._tell("failed", self._response("failed", None, error))
+        return self._close("incomplete") + self._events.tell("failed", self._response("failed", None, error))
 
     # -- whole answers -------------------------------------------------------------------------------------------------
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
-        self._streams = False
+        self._events.streams = False
         yield from self.long_update(0, choices[0])
         return [self._response(self._status, usage)]
 
@@ -157,10 +206,10 @@ class ResponsesEncoder:
     def _begin(self, kind: ItemKind, tool: ToolDelta | None) -> bytes:
         item = self._open = _Item(self.head.id, kind, len(self._closed), tool)
         fields = {"output_index": item.index, "item": item.to_json("in_progress")}
-        added = self._event("response.output_item.added", fields)
+        added = self._events.write("response.output_item.added", fields)
         if kind == "function_call":
             return added
-        return added + self._event("response.content_part.added", {**item.place, "part": item.part("")})
+        return added + self._events.write("response.content_part.added", {**item.place, "part": item.part("")})
 
     def _add(self, text: str, logprobs: bytes = b"") -> bytes:
         item = self._open
@@ -169,28 +218,9 @@ class ResponsesEncoder:
         fields = {**item.place, "delta": text}
         if item.kind == "message":
             if logprobs:
-                self._keep(item, logprobs)
+                self._logprobs.keep(item, logprobs, streams=self._events.streams)
             fields["logprobs"] = orjson.Fragment(b"[%b]" % logprobs)
-        return self._event(f"{_DELTA[item.kind]}.delta", fields)
-
-    def _take_logprobs(self, update: Update) -> Sequence[TokenLogprob]:
-        """Those of the text of `update`, whose first character may have begun before. Not of reasoning or calls."""
-        told, self._untold = [*self._untold, *update.logprobs] if self._untold else update.logprobs, []
-        self.repeated_logprobs = ()
-        if update.content:
-            self.repeated_logprobs = None if told and self._repeated_bytes > MAX_REPEATED_BYTES else told
-            return told
-        if not update.has_text:
-            self._untold = list(told)
-        return ()
-
-    def _keep(self, item: _Item, logprobs: bytes) -> None:
-        """What is repeated at the end. In a stream all of it or, where it is too much, nothing."""
-        self._repeated_bytes += len(logprobs)
-        if self._streams and self._repeated_bytes > MAX_REPEATED_BYTES:
-            item.logprobs.clear()
-        else:
-            item.logprobs.append(logprobs)
+        return self._events.write(f"{_DELTA[item.kind]}.delta", fields)
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
@@ -201,12 +231,12 @@ class ResponsesEncoder:
             said = {"arguments": item.text}
         else:
             said = {key: part[key] for key in ("text", "logprobs") if key in part}
-        events = self._event(f"{_DELTA[item.kind]}.done", {**item.place, **said})
+        events = self._events.write(f"{_DELTA[item.kind]}.done", {**item.place, **said})
         if item.kind != "function_call":
-            events += self._event("response.content_part.done", {**item.place, "part": part})
+            events += self._events.write("response.content_part.done", {**item.place, "part": part})
         whole = item.to_json(status)
         self._closed.append(whole)
-        return events + self._event("response.output_item.done", {"output_index": item.index, "item": whole})
+        return events + self._events.write("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def _response(self, status: str, usage: Usage | None, error: Mapping[str, Any] | None = None) -> bytes:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -223,16 +253,6 @@ class ResponsesEncoder:
             "usage": None if usage is None else _usage(usage),
         }
         return orjson.dumps(response)[:-1] + b"," + self._echo[1:]
-
-    def _tell(self, kind: str, response: bytes) -> bytes:
-        return self._event(f"response.{kind}", {"response": orjson.Fragment(response)})
-
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        if not self._streams:
-            return b""
-        data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
-        self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from collections import defaultdict
 from itertools import pairwise
 from math import inf
 
-from tandem_sim.agents import Agents
 from tandem_sim.traces import BLOCK_TOKENS, Arrival
+
+from bench.routing.agents import Agents
 
 
 def play(agents: Agents, seconds: float) -> list[tuple[Arrival, float]]:

@@ -12,6 +12,7 @@ from math import ceil
 
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.contract import Counters, RoleState, Snapshot
+from tandem_sim.workload import Workload
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -37,6 +38,16 @@ class Velocity:
     """Sequences of a decode replica within that target."""
     kv_share: float
     """Share of its memory that they take."""
+
+    @staticmethod
+    def of(workload: Workload) -> Velocity:
+        room, context = workload.room, workload.answers.context
+        return Velocity(
+            prefill=workload.speed,
+            decode=room.tokens_per_second(context),
+            sequences=room.context / context,
+            kv_share=room.context / workload.profile.kv_tokens,
+        )
 
 
 class Window:

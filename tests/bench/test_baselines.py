@@ -8,13 +8,23 @@ import pytest
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.adapter import Autoscaler
 from tandem_operator.autoscale.plan.contract import Counters, RoleSpec, RoleState, ScalingSpec, Snapshot, Target
-from tandem_sim.baselines import Ceiling, SlaPlanner, TokenVelocity, Told, Velocity, Window, build_hpa, build_keda
 from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import H200, QWEN3_8B, build_profile
 from tandem_sim.replay import Simulation
 from tandem_sim.setting import Setting
 from tandem_sim.shapes import Shape, play
 from tandem_sim.synthetic import make_conversations
+
+from bench.autoscaling.baselines import (
+    Ceiling,
+    SlaPlanner,
+    TokenVelocity,
+    Told,
+    Velocity,
+    Window,
+    build_hpa,
+    build_keda,
+)
 
 P, D = Role.PREFILL, Role.DECODE
 VELOCITY = Velocity(prefill=1e4, decode=1000.0, sequences=50.0, kv_share=0.4)
