@@ -96,7 +96,7 @@ def test_guesses_checked_at_once_give_the_tokens_of_one_by_one(
     for number, widths in enumerate(steps):
         rows = [1 + count for count in widths[: len(ours)]]
         starts = [sum(rows[:index]) + index * gap for index in range(len(rows))]
-        logits = random_logits(starts[-1] + rows[-1] + gap, number)
+        logits = alike_logits(starts[-1] + rows[-1] + gap, number)
         peeked = [list(sequence.output) for sequence in ours]
         guesses = [guess_some(logits[at:], sequence, count - 1, luck, generator) for at, sequence, count in
                    zip(starts, theirs, rows, strict=True)]  # fmt: skip
@@ -105,12 +105,17 @@ def test_guesses_checked_at_once_give_the_tokens_of_one_by_one(
         one_by_one(logits, list(map(CheckedRows, theirs, starts, guesses)), taken)
         assert [sequence.output for sequence in ours] == [sequence.output for sequence in theirs]
         if generator.random() < 0.3:
-            plain = random_logits(len(ours), 100 + number)
+            plain = alike_logits(len(ours), 100 + number)
             for sequences, each in ((ours, device), (theirs, HostSampler())):
                 tokens = each.choose_tokens(plain, sequences).tolist()
                 for sequence, token in zip(sequences, tokens, strict=True):
                     sequence.output.append(token)
             assert [sequence.output for sequence in ours] == [sequence.output for sequence in theirs]
+
+
+def alike_logits(rows: int, seed: int) -> torch.Tensor:
+    """The same few tokens are likely in every row, so that it matters which were chosen before."""
+    return random_logits(1, 7) + random_logits(rows, seed, scale=0.2)
 
 
 def guess_some(logits: torch.Tensor, sequence: Sequence, count: int, luck: float, generator: Any) -> tuple[int, ...]:
