@@ -21,6 +21,8 @@ _MOST_HOPS = 8
 """References and alternatives within each other that are followed."""
 _LOOKED_AT = 128
 """Properties behind the one that was due that are looked through for another one."""
+_FEW_SPELLED = 8
+"""The same where the name is written with escapes: each is spelled then."""
 _LITERALS = {"boolean": (b"true", b"false"), "null": (b"null",)}
 
 NO_SHAPES: tuple[Shape, ...] = ()
@@ -137,8 +139,9 @@ class Shape:
 
     def complete(self, text: bytes, due: int) -> int | None:
         """The place of the first property from `due` on whose text begins so."""
-        begun = text[1:].decode(errors="ignore")
-        for place in range(due, due + _LOOKED_AT):
+        escaped = b"\\" in text
+        begun = "" if escaped else text[1:].decode(errors="ignore")
+        for place in range(due, due + (_FEW_SPELLED if escaped else _LOOKED_AT)):
             name = self._name_at(place)
             if name is None:
                 return None
