@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from tandem_worker.process.figures import Refusals
 from tandem_worker.process.progress import StartProgress, Switches, observe_age
 from tandem_worker.process.staging import StagedApp
 from tandem_worker.process.standby import WAKE_SECONDS, Standby, WakeDoor
+from tandem_worker.process.stop import Stop
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.wire.gate import TokenGate
@@ -68,8 +67,7 @@ class ServingProcess:
         self._progress = StartProgress(age=observe_age())
         self._switches = Switches()
         self._standby = Standby(self._progress, standby, self._limit_wake)
-        self._stop = asyncio.Event()
-        self._lost: Loss | None = None
+        self._stop = Stop(self._switches)
 
     async def run(self) -> None:
         """Open the ports, build the worker, serve, drain and close. Returns after an ordinary stop.
@@ -82,7 +80,7 @@ class ServingProcess:
         gate = TokenGate(door, self._runtime.api)
         status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for, rests=self._rests)
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
-        self._handle_signals(starting=True)
+        self._stop.handle_signals(starting=True)
         if self._runtime.files is not None:
             self._runtime.files.open(self._runtime.host)
         group = self._open_group()
@@ -94,7 +92,7 @@ class ServingProcess:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
             await ports.close()
             raise
-        self._handle_signals(starting=False)
+        self._stop.handle_signals(starting=False)
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
@@ -104,14 +102,14 @@ class ServingProcess:
         self._switches.ready = True
         door.open()
         worker.begin_background(self._runtime.vitals)
-        await self._stop.wait()
+        await self._stop.asked.wait()
         following.cancel()
         await self._drain(worker)
-        if self._lost is not None:
-            await worker.fail(self._lost.message)
+        if (loss := self._stop.loss) is not None:
+            await worker.fail(loss.message)
             if group is not None:  # one that hangs does not notice that its leader ends
                 await asyncio.to_thread(group.children.stop, _CHILDREN_SECONDS)
-            end_process(self._pod, self._lost.reason, self._lost.message)
+            end_process(self._pod, loss.reason, loss.message)
         await ports.close()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -162,9 +160,9 @@ class ServingProcess:
         def on_hung(cause: str) -> None:
             loss = Loss(cause, REASON_STEP_HUNG)
             if group is not None:
-                group.leader.lose(loss)  # the other ranks wait inside the same step; it calls `_on_lost`
+                group.leader.lose(loss)  # the other ranks wait inside the same step; it calls `lose`
             else:
-                loop.call_soon_threadsafe(self._on_lost, loss)
+                loop.call_soon_threadsafe(self._stop.lose, loss)
             time.sleep(_FAREWELL_SECONDS)
             end_process(self._pod, loss.reason, loss.message)  # the event loop does not get there
 
@@ -199,16 +197,17 @@ class ServingProcess:
             self._standby if self._config.standby and group is None else None,
         )
         builder.shutdown(wait=False)
-        stopped = asyncio.ensure_future(self._stop.wait())
+        stopped = asyncio.ensure_future(self._stop.asked.wait())
         await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if self._lost is not None:
-            end_process(self._pod, self._lost.reason, self._lost.message)
+        if (loss := self._stop.loss) is not None:
+            end_process(self._pod, loss.reason, loss.message)
         try:
             return await building
         except GroupLostError:
             await stopped  # the cause comes by way of `on_lost`
-            assert self._lost is not None
-            end_process(self._pod, self._lost.reason, self._lost.message)
+            loss = self._stop.loss
+            assert loss is not None
+            end_process(self._pod, loss.reason, loss.message)
         finally:
             stopped.cancel()
 
@@ -219,38 +218,12 @@ class ServingProcess:
         loop = asyncio.get_running_loop()
 
         def on_lost(cause: Loss) -> None:
-            loop.call_soon_threadsafe(self._on_lost, cause)
+            loop.call_soon_threadsafe(self._stop.lose, cause)
 
         def on_leaving() -> None:
-            loop.call_soon_threadsafe(self._on_leaving)
+            loop.call_soon_threadsafe(self._stop.leave)
 
         return LeadingPod(self._config, self._pod, self._place, self._runtime, on_lost=on_lost, on_leaving=on_leaving)
-
-    def _on_lost(self, cause: Loss) -> None:
-        self._lost = cause
-        self._switches.draining = True
-        self._stop.set()
-
-    def _on_leaving(self) -> None:
-        """Another pod of the group must end. That ends the group, so finish what is running."""
-        if self._switches.ready and not self._switches.draining:
-            self._on_signal()
-
-    def _handle_signals(self, *, starting: bool) -> None:
-        """SIGTERM ends a process that starts by itself: Python hears nothing while a library that is loaded holds the
-        interpreter's lock, which takes seconds from a slow disk. The kernel keeps it from process 1 alone."""
-        numbers = [signal.SIGINT] if starting and os.getpid() != 1 else [signal.SIGINT, signal.SIGTERM]
-        for number in numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        if not self._switches.ready or self._switches.draining:
-            # Nothing to finish yet, or somebody is in a hurry. The loading thread cannot be interrupted otherwise.
-            logger.info("ending at once")
-            logging.shutdown()
-            os._exit(0 if not self._switches.ready else 1)
-        self._switches.draining = True
-        self._stop.set()
 
     async def _drain(self, worker: Worker) -> None:
         """Until nothing is left to finish, or nothing can be finished any more."""
@@ -264,11 +237,11 @@ class ServingProcess:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if not worker.idle:
             logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
-        if self._lost is None:
+        if self._stop.loss is None:
             await worker.give_up("The worker stopped before the answer was complete.")
         if not self._is_broken(worker):
             await flushed
             await asyncio.to_thread(worker.flush, deadline - time.monotonic())
 
     def _is_broken(self, worker: Worker) -> bool:
-        return self._lost is not None or worker.engine.failure is not None
+        return self._stop.loss is not None or worker.engine.failure is not None
