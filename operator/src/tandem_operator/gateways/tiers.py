@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tandem_api.crd.status import Condition
 from tandem_api.telemetry import TierTelemetry
 
-from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.blueprint import Blueprint, gives_blocks
 
 CONDITION, STORE_CONDITION = "KVTiersReady", "KVStoreReady"
 STARTING = "Starting"
@@ -68,7 +68,7 @@ def tiers_condition(
     if blueprint.model.spec.suspend:
         return []
     parts = [_judge(_DISKS, disks)] if blueprint.model.spec.kv.disk is not None else []
-    if any(blueprint.gives_blocks(role) for role in blueprint.worker_roles):
+    if any(gives_blocks(blueprint, role) for role in blueprint.worker_roles):
         parts.append(_judge(_PEERS, peers))
     for status in ("False", "Unknown", "True"):
         told = [part for part in parts if part.status == status]
