@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.host.errors import AuthenticationError, ThreadStartError
-from tandem_worker.host.peers.door import Door
+from tandem_worker.host.peers.door import Door, _source_of
 from tandem_worker.host.peers.handshake import GREETING_BYTES, Initiator, Purpose, Refusal
-from tandem_worker.host.peers.waiting import find_source
 from tandem_worker.host.vitals import Vitals
 
 from tests.tandem_worker.host.peers.conftest import Entrance, eventually, make_ring
@@ -176,7 +175,7 @@ def test_who_is_inside_is_never_pushed_out(open_door: Open) -> None:
     ("fe80::1%eth0", "fe80::/64"),
 ])  # fmt: skip
 def test_whose_share_a_connection_counts_to(host: str, source: str) -> None:
-    assert find_source(host) == source
+    assert _source_of(host) == source
 
 
 def test_a_flood_costs_little_and_peers_get_in_meanwhile(open_door: Open) -> None:
@@ -291,7 +290,7 @@ def test_it_may_be_closed_from_its_own_thread_and_twice(open_door: Open) -> None
 EXHAUSTED = """
 import os, resource, secrets, socket, time
 from tandem_api.keys import KeyRing
-from tandem_worker.host.peers.door import Door
+from tandem_worker.host.peers.door import Door, _source_of
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
 
