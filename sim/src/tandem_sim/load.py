@@ -1,4 +1,4 @@
-"""Where requests come from: a recording, or somebody who waits for answers."""
+"""Sources of requests: a recording, or somebody who waits for answers."""
 
 from __future__ import annotations
 

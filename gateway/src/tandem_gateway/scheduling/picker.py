@@ -68,7 +68,7 @@ class Known:
 
 
 NOTHING = Known({}, None, 0, {}, 0.0)
-"""Of short prompts, mostly. Nobody changes it."""
+"""What is known of short prompts, mostly. Nobody changes it."""
 
 
 @dataclass(slots=True)

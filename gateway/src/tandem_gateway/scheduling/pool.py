@@ -19,7 +19,7 @@ _DOUBLINGS = 64
 _STARTS = [0] + [
     (_IDLE_TOKENS << doublings) // 8 * (8 + eighth) for doublings in range(_DOUBLINGS) for eighth in range(8)
 ]
-"""Where buckets begin: eight for every doubling, none below 64 tokens. No load comes near the end."""
+"""The loads at which buckets begin: eight for every doubling, none below 64 tokens. No load comes near the end."""
 
 
 def find_level(load: float) -> int:

@@ -179,7 +179,7 @@ def paged_decode_attention(
 def _describe_rows(
     q: torch.Tensor, num_sequences: int, query_start: torch.Tensor | None, sequence_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whose tokens the rows of q are: as given, or one of each sequence."""
+    """The sequences whose tokens the rows of q are: as given, or one of each sequence."""
     if query_start is None and sequence_ids is None:
         require_shape("q", q, (num_sequences, None, None))
         rows = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)

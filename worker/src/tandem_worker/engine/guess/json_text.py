@@ -1,4 +1,4 @@
-"""Where an answer in JSON stands within its schema, and what text follows there for certain or most likely. Pure.
+"""The place where an answer in JSON stands within its schema, and what text follows there, for certain or probably. Pure.
 
 `JsonReader` takes in the bytes of an answer and keeps a stack of its open objects and arrays with their shapes.
 `JsonReader.foresee` writes on from there up to the next value that nobody knows: property names in their order, what is
@@ -111,7 +111,7 @@ class Style:
         """What was written last: by the mark before it, or the bracket behind it, in an object (True) or array, and by
         how deep that is."""
         self._inline: dict[bytes, bytes] = {}
-        """By the mark alone, without breaks of lines."""
+        """The same by the mark alone, without breaks of lines."""
         self._is_broken: dict[bool, bool] = {}
         """Whether objects (True) and arrays have a line for each member."""
         self._indent = 2
@@ -160,7 +160,7 @@ class JsonReader:
     def __init__(self, shapes: tuple[Shape, ...], style: Style | None = None) -> None:
         self.at = At.VALUE
         self._shapes = shapes
-        """Of the value that comes or is being written."""
+        """The shape of the value that comes or is being written."""
         self._open: list[Open] = []
         self._kept = bytearray()
         """The name or value that is being written."""
@@ -168,7 +168,7 @@ class JsonReader:
         self._space = bytearray()
         """White space since the last character that is none."""
         self._behind = b""
-        """That character, where white space may follow it."""
+        """The last character, where white space may follow it."""
         self._style = style or Style()
         self._recent: dict[Shape, bytes] = {}
         """The text that a value with several had last."""

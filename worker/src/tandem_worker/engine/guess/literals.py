@@ -121,7 +121,7 @@ class LiteralFollower:
         """It begins here, and not behind something unknown."""
         self._is_begun = False
         self._reader: JsonReader | None = None
-        """Of the JSON that follows the word, which is complete then."""
+        """Reads the JSON that follows the word, which is complete then."""
         self._style = Style()
         self._tail = b""
         """The answer's last bytes, while they are none of the above."""

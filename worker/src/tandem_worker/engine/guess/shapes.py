@@ -36,7 +36,7 @@ class Shapes:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._known: dict[int, tuple[Shape, ...]] = {}
-        """By the identity of a part of `root`, which lives as long."""
+        """Keyed by the identity of a part of `root`, which lives as long."""
 
     def of(self, schema: Any) -> tuple[Shape, ...]:
         """What a value may look like by a part of the schema, likeliest first; nothing where anything may come."""

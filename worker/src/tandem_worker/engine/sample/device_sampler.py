@@ -76,7 +76,7 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True)
 class _Layout:
-    """Whose rows are whose, where guesses are checked: N sequences with up to W rows each, R in all."""
+    """The rows of each sequence, where guesses are checked: N sequences with up to W rows each, R in all."""
 
     owners: torch.Tensor  # [R] int64
     places: torch.Tensor  # [R] int64, 0 for the newest token's row
@@ -381,7 +381,7 @@ class DeviceSampler:
 
 
 def _list_ends(batch: _Batch, checked: Rows[CheckedRows]) -> tuple[list[SamplingState], list[int]]:
-    """Of each row its sequence's state, and where its minimum length is reached; 0 where it is."""
+    """Each row's sequence's state, and where its minimum length is reached; 0 where it is."""
     states: list[SamplingState] = []
     ends: list[int] = []
     for state, end, each in zip(batch.states, batch.changes_at, checked, strict=True):

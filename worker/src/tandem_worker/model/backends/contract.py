@@ -83,7 +83,7 @@ class Backend:
     find_inexact: Callable[[Sequence[KVLayerSpec]], str | None]
     """Why rows of a model with these layers are not exact, as a part of a sentence; None when they are."""
     count_exact_rows: Callable[[Sequence[DecoderLayer]], int] = lambda layers: 1
-    """Where rows are not exact: `CausalLM.exact_rows` of a model with these layers."""
+    """Asked only where rows are not exact: `CausalLM.exact_rows` of a model with these layers."""
     dtype: torch.dtype | None = None
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer

@@ -58,6 +58,7 @@ class Footprint:
 
     @property
     def is_cached(self) -> bool:
+        """Whether all matrices stay in the caches, so that a step reads none of them from memory."""
         return self.weights <= self.caches
 
 

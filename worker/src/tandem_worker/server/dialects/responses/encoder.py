@@ -93,7 +93,7 @@ class _Logprobs:
 
     def __init__(self) -> None:
         self._untold: list[TokenLogprob] = []
-        """Of tokens whose text is still to come."""
+        """Logprobs of tokens whose text is still to come."""
         self._repeated_bytes = 0
         self.repeated: Sequence[TokenLogprob] | None = ()
 
