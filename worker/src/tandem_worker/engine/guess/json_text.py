@@ -1,4 +1,4 @@
-"""The place where an answer in JSON stands within its schema, and what text follows there, for certain or probably. Pure.
+"""The place where an answer in JSON stands within its schema, and what text follows for certain or probably. Pure.
 
 `JsonReader` takes in the bytes of an answer and keeps a stack of its open objects and arrays with their shapes.
 `JsonReader.foresee` writes on from there up to the next value that nobody knows: property names in their order, what is
