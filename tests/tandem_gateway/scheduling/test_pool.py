@@ -60,3 +60,14 @@ def test_who_was_excluded_is_passed_over() -> None:
     endpoints = [make_endpoint(f"w{index}") for index in range(3)]
     pool.add(endpoints)
     assert pool.find_idle(1, {"w0", "w1"}) == [endpoints[2]]
+
+
+@given(st.integers(0, 1 << 64), st.sets(st.integers(0, 7)))
+def test_wherever_one_begins_whoever_is_not_excluded_is_found(start: int, out: set[int]) -> None:
+    pool = Pool()
+    endpoints = [make_endpoint(f"w{index}") for index in range(8)]
+    pool.add(endpoints)
+    free = {endpoints[index] for index in range(8) if index not in out}
+    found = pool.find_idle(3, {f"w{index}" for index in out}, start)
+    assert len(found) == len(set(found)) == min(3, len(free))
+    assert set(found) <= free
