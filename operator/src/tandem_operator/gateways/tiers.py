@@ -59,6 +59,12 @@ _STORE = _Words(
 )
 
 
+def has_tiers(blueprint: Blueprint) -> bool:
+    """Whether a condition here tells of anything."""
+    kv = blueprint.model.spec.kv
+    return kv.store is not None or kv.disk is not None or _has_peers(blueprint)
+
+
 def tiers_condition(
     blueprint: Blueprint, disks: Mapping[str, TierTelemetry], peers: Mapping[str, TierTelemetry]
 ) -> list[Condition]:
@@ -68,7 +74,7 @@ def tiers_condition(
     if blueprint.model.spec.suspend:
         return []
     parts = [_judge(_DISKS, disks)] if blueprint.model.spec.kv.disk is not None else []
-    if any(gives_blocks(blueprint, role) for role in blueprint.worker_roles):
+    if _has_peers(blueprint):
         parts.append(_judge(_PEERS, peers))
     for status in ("False", "Unknown", "True"):
         told = [part for part in parts if part.status == status]
@@ -83,6 +89,10 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
     if blueprint.model.spec.kv.store is None or blueprint.model.spec.suspend:
         return []
     return [_judge(_STORE, stores)]
+
+
+def _has_peers(blueprint: Blueprint) -> bool:
+    return any(gives_blocks(blueprint, role) for role in blueprint.worker_roles)
 
 
 def _describe_partly(tiers: Mapping[str, TierTelemetry]) -> str:
