@@ -177,8 +177,9 @@ def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:
     return FleetReport(gateway=gateway, started_at=0, at=0, workers=[worker])
 
 
-def read_tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
-    return _tiers(_newest_samples(reports), kind)
+def read_tiers(reports: Sequence[FleetReport], kind: str = "disk", since: float = 0.0) -> dict[str, TierTelemetry]:
+    """`since`: seconds since the first was read."""
+    return _tiers(_newest_samples([(report, 0.0 if number else since) for number, report in enumerate(reports)]), kind)
 
 
 def test_of_several_gateways_the_newest_sample_counts() -> None:
@@ -188,6 +189,12 @@ def test_of_several_gateways_the_newest_sample_counts() -> None:
     peer = TierTelemetry(tier="peer")
     assert read_tiers([report("a", 1.0, peer)]) == {}
     assert read_tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"
+
+
+def test_what_a_gateway_said_last_that_does_not_answer_grows_older() -> None:
+    frozen, other = report("a", 0.2, tell(None)), report("b", 0.9, tell("VolumeSlow"))
+    assert read_tiers([frozen, other])["w"].reason is None
+    assert read_tiers([frozen, other], since=20.0)["w"].reason == "VolumeSlow"
 
 
 def test_a_store_is_no_disk() -> None:
