@@ -14,7 +14,7 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
 from tandem_operator.gateways.fleet import _newest_samples, _tiers
-from tandem_operator.gateways.tiers import tiers_condition
+from tandem_operator.gateways.tiers import has_tiers, tiers_condition
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import build_config_map, worker_config
 from tandem_operator.workloads.workers import build_stateful_set
@@ -102,6 +102,8 @@ def test_nothing_is_said_where_no_disk_is_asked_for_or_nobody_serves() -> None:
     told = {"a": tell("VolumeFull")}
     assert tiers_condition(blueprint(), told, told) == []
     assert tiers_condition(with_disk(suspend=True), {}, {}) == []
+    assert not has_tiers(with_disk(suspend=True))
+    assert has_tiers(with_disk())
     group = blueprint(kv={"peers": "Auto"}, decode={"parallelism": {"tensor": 2}})
     assert tiers_condition(group, {}, {}) == [], "workers of several ranks ask nobody"
 

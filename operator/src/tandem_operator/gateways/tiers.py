@@ -61,8 +61,9 @@ _STORE = _Words(
 
 def has_tiers(blueprint: Blueprint) -> bool:
     """Whether a condition here tells of anything."""
-    kv = blueprint.model.spec.kv
-    return kv.store is not None or kv.disk is not None or _has_peers(blueprint)
+    spec = blueprint.model.spec
+    kv = spec.kv
+    return not spec.suspend and (kv.store is not None or kv.disk is not None or _has_peers(blueprint))
 
 
 def tiers_condition(
