@@ -20,6 +20,7 @@ from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetRep
 from tandem_api.names import GATEWAY_METRICS_PORT
 from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WeightsTelemetry, WorkerTelemetry
 
+from tandem_operator.gateways.tiers import summarize_peers
 from tandem_operator.gateways.transports import summarize
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.figures import STALE_SECONDS
@@ -299,7 +300,7 @@ class FleetWatch:
             dict(view.silent),
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
-            {name: (tier.reason, tier.message != "") for name, tier in view.peers.items()},
+            summarize_peers(view.peers),
             summarize(view.transports),
             {name: tier.reason for name, tier in view.stores.items()},
             {name: told for name, told in view.weights.items() if told is not None},

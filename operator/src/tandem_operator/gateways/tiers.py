@@ -3,6 +3,7 @@ that they share, as they say themselves. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ CONDITION, STORE_CONDITION = "KVTiersReady", "KVStoreReady"
 STARTING = "Starting"
 """What a worker says while it looks at its volume."""
 _NAMED = 3
+_PEER = re.compile(r"(?:^|; )(\S+:\d+): ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,11 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
     if blueprint.model.spec.kv.store is None or blueprint.model.spec.suspend:
         return []
     return [_judge(_STORE, stores)]
+
+
+def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str]]]:
+    """What a change of makes a model be looked at again: of whom nothing comes, not what they failed with last."""
+    return {name: (tier.reason, _PEER.findall(tier.message)) for name, tier in peers.items()}
 
 
 def _has_peers(blueprint: Blueprint) -> bool:
