@@ -1,6 +1,6 @@
 """A GPU's first half hour.
 
-    python -m bench.gpu [STAGE ...] [--out FOLDER] [--device cpu] [--tiny]
+    python -m bench.gpu [STAGE ...] --out FOLDER [--device cpu] [--tiny]
 
 Stages, in their order: correctness, shapes, engine, lossless, variants, tools; without names the first three. Each has
 a limit below 8 minutes and writes FOLDER/STAGE.json after each of its items, so a command that is ended early leaves

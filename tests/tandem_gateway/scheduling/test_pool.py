@@ -27,32 +27,44 @@ def test_a_load_is_in_the_range_of_its_level_and_of_no_other(load: float) -> Non
 
 
 STEPS = st.lists(
-    st.tuples(st.integers(0, 5), st.sampled_from(["charge", "admit", "bar"]), st.integers(0, 9000)), max_size=40
+    st.tuples(
+        st.integers(0, 5), st.sampled_from(["charge", "charge", "admit", "bar", "leave", "ask"]), st.integers(0, 9000)
+    ),
+    max_size=60,
 )
 
 
 @given(STEPS)
 def test_the_pool_agrees_with_a_scan(steps: list[tuple[int, str, int]]) -> None:
+    """However much has changed since somebody asked last."""
     pool = Pool()
     endpoints = [make_endpoint(f"w{index}") for index in range(6)]
     pool.add(endpoints)
     open_ones = set(endpoints)
-    for number, action, tokens in steps:
+    for number, action, tokens in [*steps, (0, "ask", 0)]:
         endpoint = endpoints[number]
         if action == "charge":
             endpoint.charge(tokens - endpoint.prefill_tokens, 0)
         elif action == "admit":
             pool.admit(endpoint)
             open_ones.add(endpoint)
-        else:
+        elif action == "bar":
             pool.bar(endpoint)
             open_ones.discard(endpoint)
+        elif action == "leave":
+            pool.remove(endpoint)
+            open_ones.discard(endpoint)
+            endpoints[number] = make_endpoint(f"w{number}")
+            pool.add([endpoints[number]])
+            open_ones.add(endpoints[number])
+            endpoint.charge(tokens, 0)  # what it has is no load of the pool's any more
+        else:
+            order = pool.find_idle(6, NOBODY)
+            assert set(order) == open_ones
+            levels = [find_level(endpoint.load) for endpoint in order]
+            assert levels == sorted(levels)
         assert pool.available == len(open_ones)
         assert pool.load == sum(endpoint.load for endpoint in open_ones)
-        order = pool.find_idle(6, NOBODY)
-        assert set(order) == open_ones
-        levels = [find_level(endpoint.load) for endpoint in order]
-        assert levels == sorted(levels)
 
 
 def test_who_was_excluded_is_passed_over() -> None:
@@ -60,3 +72,14 @@ def test_who_was_excluded_is_passed_over() -> None:
     endpoints = [make_endpoint(f"w{index}") for index in range(3)]
     pool.add(endpoints)
     assert pool.find_idle(1, {"w0", "w1"}) == [endpoints[2]]
+
+
+@given(st.integers(0, 1 << 64), st.sets(st.integers(0, 7)))
+def test_wherever_one_begins_whoever_is_not_excluded_is_found(start: int, out: set[int]) -> None:
+    pool = Pool()
+    endpoints = [make_endpoint(f"w{index}") for index in range(8)]
+    pool.add(endpoints)
+    free = {endpoints[index] for index in range(8) if index not in out}
+    found = pool.find_idle(3, {f"w{index}" for index in out}, start)
+    assert len(found) == len(set(found)) == min(3, len(free))
+    assert set(found) <= free

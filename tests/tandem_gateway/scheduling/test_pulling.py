@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Scheduler, describe_choice, picker
-from tandem_gateway.scheduling.pulling import weigh_pulls
+from tandem_gateway.scheduling.pulling import NOTHING_COMES, weigh_pulls
 
 from tests.tandem_gateway.scheduling.fleet import (
     CHAIN,
@@ -48,6 +48,18 @@ def test_a_hot_session_spills_with_its_cache() -> None:
     assert (choice.pulled_tokens, choice.uncached_tokens, choice.known_tokens) == (4096, 104, 4096)
     told = describe_choice(choice)
     assert (told["source"], told["pulledTokens"]) == (warm, 4096)
+
+
+@pytest.mark.parametrize("speed", [0.0, 2000.0])
+def test_nobody_is_named_to_who_gets_nothing_of_others(speed: float) -> None:
+    """Nor by a gateway that has just started: what is brought teaches it no worker's speed."""
+    scheduler = fleet("d1", "d2")
+    (warm,) = serve(scheduler, make_demand(4200, prefix=CHAIN))
+    (other,) = {"d1", "d2"} - {warm}
+    queue_prompt(scheduler, warm, 50_000)
+    tell(scheduler, other, NOTHING_COMES, speed)
+    choice = ask(scheduler)
+    assert (choice.decode.worker.name, choice.source, choice.uncached_tokens) == (other, None, 4200)
 
 
 def test_who_has_it_and_nothing_to_do_keeps_it() -> None:

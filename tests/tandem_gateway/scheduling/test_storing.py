@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -208,16 +210,20 @@ def test_what_another_gateway_sent_is_there_too() -> None:
     assert (choice.decode.worker.name, choice.stored_tokens) == ("d2", 4096)
 
 
-def test_what_another_gateway_sent_is_there_once_its_answer_is_likely_to_have_ended() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_another_gateway_sent_is_there_once_its_answer_is_likely_to_have_ended(stream: bool) -> None:
     """Of a prompt whose answer is under way nothing is in the store: who loads it now would find nothing."""
     scheduler = fleet("d1", "d2")
-    demand = make_demand(4200, prefix=make_chain(2, 16))
+    demand = replace(make_demand(4200, prefix=make_chain(2, 16)), stream=stream)
     choice = ask(scheduler, demand)
     for _ in range(60):  # answers that take 5 s
         reservation = scheduler.reserve(choice, demand, 1.0)
-        scheduler.accept(choice, demand, reservation, 1.0)
-        reservation.first_token(3.1)
-        choice.decode.hear(6.0)
+        scheduler.accept(choice, demand, reservation, 3.1 if stream else 6.0)
+        if stream:
+            reservation.first_token(3.1)
+            choice.decode.hear(6.0)
+        else:
+            reservation.complete(6.0)
         reservation.release()
     store = choice.decode.store
     assert store is not None

@@ -130,6 +130,37 @@ async def test_trailers_of_a_worker_change_nothing(start_gateway, start_worker, 
     assert worker.connections == 1
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"HTTP/1.1 200 OK\r\nx: ",
+        b"HTTP/1.1 200 OK\r\nx",
+        b"HTTP/1.1 200 OK",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: ",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2;x=",
+    ],
+    ids=["value", "name", "reason", "trailer", "extension"],
+)
+async def test_a_field_without_end_is_no_answer(start_gateway, start_worker, chat, begin: bytes) -> None:
+    """The parser tells of a field once it is whole, and keeps all of it until then."""
+    sent = 0
+
+    async def behave(worker, request, writer) -> None:
+        nonlocal sent
+        writer.write(begin)
+        while sent < 8 * 1024 * 1024:
+            writer.write(b"a" * 16384)
+            sent += 16384
+            await writer.drain()
+
+    running = await start_gateway(await start_worker(default=behave))
+    async with asyncio.timeout(10):
+        status, body = await ask(running, chat, "a")
+    assert status == 502
+    assert b"header too large" in body
+    assert sent < 8 * 1024 * 1024
+
+
 async def test_one_dead_idle_connection_says_that_all_are_dead(start_gateway, start_worker, chat) -> None:
     """As after a crash: each connection accepts another request and is closed for it."""
     seen: set[asyncio.StreamWriter] = set()

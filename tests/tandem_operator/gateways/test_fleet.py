@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from tandem_api.fleet import FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
-from tandem_api.telemetry import WeightsTelemetry
+from tandem_api.telemetry import TierTelemetry, WeightsTelemetry
 from tandem_operator.gateways import fleet
 from tandem_operator.gateways.fleet import FleetView, FleetWatch, parse_report
 from tandem_operator.objects.manifests import ModelKey
@@ -153,6 +153,30 @@ async def test_who_tells_about_itself_and_not_of_its_weights_is_told_from_who_te
     watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
     view = await watching.until(lambda view: view.reporting)
     assert view.weights == {"a": form, "b": None}
+
+
+async def test_each_worker_of_whom_nothing_comes_causes_a_look_and_its_words_do_not(
+    gateways: Gateways, watching: Watching
+) -> None:
+    def say(message: str) -> None:
+        sample = SAMPLE.model_copy(update={"kv_tiers": [TierTelemetry(tier="peer", message=message)]})
+        gateways.say("m-one", worker("a").model_copy(update={"telemetry": sample}))
+
+    say("")
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
+    looks = 0
+    for message, causes in (
+        ("", True),
+        ("10.0.0.2:7000: timed out", True),
+        ("10.0.0.2:7000: refused: no; it is full", False),
+        ("10.0.0.2:7000: timed out; [fd00::3]:7000: timed out", True),
+        ("[fd00::3]:7000: timed out", True),
+        ("", True),
+    ):
+        say(message)
+        await until_asked(gateways, ONE, gateways.asked[ONE] + 3)
+        looks += causes
+        assert watching.changes == [KEY] * looks, message
 
 
 async def until_asked(gateways: Gateways, host: str, count: int) -> None:

@@ -14,7 +14,7 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
 from tandem_operator.gateways.fleet import _newest_samples, _tiers
-from tandem_operator.gateways.tiers import tiers_condition
+from tandem_operator.gateways.tiers import has_tiers, tiers_condition
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import build_config_map, worker_config
 from tandem_operator.workloads.workers import build_stateful_set
@@ -102,6 +102,8 @@ def test_nothing_is_said_where_no_disk_is_asked_for_or_nobody_serves() -> None:
     told = {"a": tell("VolumeFull")}
     assert tiers_condition(blueprint(), told, told) == []
     assert tiers_condition(with_disk(suspend=True), {}, {}) == []
+    assert not has_tiers(with_disk(suspend=True))
+    assert has_tiers(with_disk())
     group = blueprint(kv={"peers": "Auto"}, decode={"parallelism": {"tensor": 2}})
     assert tiers_condition(group, {}, {}) == [], "workers of several ranks ask nobody"
 
@@ -177,8 +179,9 @@ def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:
     return FleetReport(gateway=gateway, started_at=0, at=0, workers=[worker])
 
 
-def read_tiers(reports: Sequence[FleetReport], kind: str = "disk") -> dict[str, TierTelemetry]:
-    return _tiers(_newest_samples(reports), kind)
+def read_tiers(reports: Sequence[FleetReport], kind: str = "disk", since: float = 0.0) -> dict[str, TierTelemetry]:
+    """`since`: seconds since the first was read."""
+    return _tiers(_newest_samples([(report, 0.0 if number else since) for number, report in enumerate(reports)]), kind)
 
 
 def test_of_several_gateways_the_newest_sample_counts() -> None:
@@ -188,6 +191,12 @@ def test_of_several_gateways_the_newest_sample_counts() -> None:
     peer = TierTelemetry(tier="peer")
     assert read_tiers([report("a", 1.0, peer)]) == {}
     assert read_tiers([report("a", 1.0, peer, tell("VolumeSlow"))])["w"].reason == "VolumeSlow"
+
+
+def test_what_a_gateway_said_last_that_does_not_answer_grows_older() -> None:
+    frozen, other = report("a", 0.2, tell(None)), report("b", 0.9, tell("VolumeSlow"))
+    assert read_tiers([frozen, other])["w"].reason is None
+    assert read_tiers([frozen, other], since=20.0)["w"].reason == "VolumeSlow"
 
 
 def test_a_store_is_no_disk() -> None:

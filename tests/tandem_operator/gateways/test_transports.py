@@ -159,5 +159,5 @@ def report(gateway: str, age: float, transport: KVTransportTelemetry | None) -> 
 
 def test_the_newest_of_several_samples_counts() -> None:
     old, new = tell("TCP", 1e9, "no device"), tell("Mooncake", 2e9)
-    assert _transports(_newest_samples([report("a", 9.0, old), report("b", 1.0, new)])) == {"w": new}
-    assert _transports(_newest_samples([report("a", 1.0, None)])) == {}
+    assert _transports(_newest_samples([(report("a", 9.0, old), 0.0), (report("b", 1.0, new), 0.0)])) == {"w": new}
+    assert _transports(_newest_samples([(report("a", 1.0, None), 0.0)])) == {}

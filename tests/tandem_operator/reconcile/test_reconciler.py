@@ -873,11 +873,20 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     assert server.written == [], "said once"
 
 
-@pytest.mark.parametrize(("kv", "often"), [({}, False), ({"store": {"memory": "1Gi"}}, True)], ids=["without", "with"])
-async def test_gateways_of_a_model_with_a_store_are_asked_often(
+@pytest.mark.parametrize(
+    ("kv", "often"),
+    [
+        ({}, False),
+        ({"store": {"memory": "1Gi"}}, True),
+        ({"disk": {"size": "8Gi"}}, True),
+        ({"peers": "Auto"}, True),
+    ],
+    ids=["nothing", "store", "disk", "peers"],
+)
+async def test_gateways_of_a_model_with_tiers_are_asked_often(
     server: ObjectServer, operator: Operator, kv: dict[str, Any], often: bool
 ) -> None:
-    """It is to be told of within seconds, and nothing else is under way."""
+    """They are to be told of within seconds, and nothing else is under way."""
     server.change(kv=kv)
     await operator.look()
     server.settle()

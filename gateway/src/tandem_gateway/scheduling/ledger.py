@@ -169,7 +169,7 @@ class Reservation:
         copy = self.copy
         if copy is not None:  # in use until the worker last showed a sign of life
             copy.written = decode.kv_written
-            copy.end_use(decode.heard_at)
+            copy.end_use(self.since, decode.heard_at)
         if decode.health.probe is self:
             decode.retry_probe()
         if prefill is not decode and prefill.health.probe is self:

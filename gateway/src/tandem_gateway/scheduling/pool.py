@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.ring import Ring
@@ -96,7 +96,8 @@ class Pool:
             bucket: Iterable[Endpoint] = self._buckets[lowest.bit_length() - 1]
             spare = len(self._buckets[lowest.bit_length() - 1]) - count
             if spare > 0 and start:
-                bucket = islice(bucket, start % (spare + 1), None)
+                first = start % (spare + 1)
+                bucket = chain(islice(bucket, first, None), islice(bucket, first))  # who comes last may be excluded
             for endpoint in bucket:
                 if not (excluded and endpoint.worker.name in excluded):
                     found.append(endpoint)

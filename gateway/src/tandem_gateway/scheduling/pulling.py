@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import islice
+from math import inf
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
@@ -20,6 +21,8 @@ COPY_WEIGHT = 0.25
 where that may be brought in turn."""
 USUAL_WEIGHT = 0.25
 """Its time, in that of a computed one, until a worker has told its rate."""
+NOTHING_COMES = 1e-6
+"""Tokens per second of a worker that gets nothing of those whom it asks. It gives as before."""
 MIN_TOKENS = 256
 """Fewer are not worth asking for."""
 _MAX_SHARERS = 8
@@ -28,6 +31,8 @@ _MAX_SHARERS = 8
 def weigh_time(endpoint: Endpoint) -> float:
     """What a token that this worker brings takes, in the time that it computes one."""
     rate, speed = endpoint.pull_rate, endpoint.speed.value
+    if rate == NOTHING_COMES:  # also while nobody knows how fast it computes
+        return inf
     return speed / rate if rate and speed else USUAL_WEIGHT
 
 

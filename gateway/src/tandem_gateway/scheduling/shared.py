@@ -51,12 +51,13 @@ class Holding:
         self.stored_chunks = stored_chunks
         """So many chunks of it: while a request has it in use, those that were there before."""
 
-    def end_use(self, heard_at: float) -> None:
-        """The request that had it in use has ended, whose worker showed a sign of life then."""
-        begun, self.used_at = self.used_at, max(self.used_at, heard_at)
+    def end_use(self, since: float, heard_at: float) -> None:
+        """The request that had it in use has ended, which was sent at `since`, and whose worker showed a sign of life
+        last at `heard_at`. Where its answer comes in one piece, this is new when it ends."""
+        self.used_at = max(self.used_at, heard_at)
         self.note_stored()
         if self.store is not None:
-            self.store.learn_length(self.used_at - begun)
+            self.store.learn_length(max(0.0, self.used_at - since))
 
     def note_stored(self) -> None:
         """No request has it in use, or none that this gateway knows the end of."""

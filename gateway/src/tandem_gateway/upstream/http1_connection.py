@@ -20,6 +20,8 @@ from tandem_gateway.upstream.base import Failure, Sink
 WRITE_JOIN_BYTES = 64 * 1024
 """Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""
 MAX_HEAD_BYTES = 64 * 1024
+"""Of fields and trailers, and of anything else that a worker sends without a part of an answer's body."""
+_TOO_LARGE = "header too large"
 RECEIVE_BYTES = 64 * 1024
 """Bytes of an answer in the kernel, which takes twice as much: a hundred times what a step of the engine writes."""
 KEEPALIVE_SECONDS = 5
@@ -76,6 +78,9 @@ class WorkerConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._length: int | None = None
         self._head_bytes = 0
+        self._fruitless = 0
+        """Bytes of reads in a row that brought neither a whole header nor a part of a body: a single field without end
+        never reaches `on_header`."""
         self._chunked = False
         self._reused = False
         """It carries a call, not the first one, of whose answer nothing has come."""
@@ -100,7 +105,7 @@ class WorkerConnection(asyncio.Protocol):
         self._reused = reused
         self._answering = self._complete = self._chunked = False
         self._length = None
-        self._head_bytes = 0
+        self._head_bytes = self._fruitless = 0
         if len(call.body) <= WRITE_JOIN_BYTES:
             self.transport.write(call.head + call.body)
         else:
@@ -132,11 +137,16 @@ class WorkerConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._complete:
-                self._deliver(call)
-                self.abort()
-                call.fail(Failure.PROTOCOL, f"the worker's answer is not HTTP: {_say(error)}")
+                self._refuse(call, _say(error))
                 return
             self._reusable = False
+        if self._body or self._head is not None or self._complete:
+            self._fruitless = 0
+        else:
+            self._fruitless += len(data)
+            if self._fruitless > MAX_HEAD_BYTES:
+                self._refuse(call, _TOO_LARGE)
+                return
         self._deliver(call)
         if self._complete and self._call is not None:
             self._finish(call)
@@ -158,6 +168,12 @@ class WorkerConnection(asyncio.Protocol):
             call.restart()
         else:
             call.fail(Failure.RESET, f"the worker closed the connection{f' ({exc})' if exc else ''}")
+
+    def _refuse(self, call: Carried, detail: str) -> None:
+        """What goes on like this is no answer."""
+        self._deliver(call)
+        self.abort()
+        call.fail(Failure.PROTOCOL, f"the worker's answer is not HTTP: {detail}")
 
     def _deliver(self, call: Carried) -> None:
         """Everything that one read brought goes on in one piece, outside the parser's callbacks."""
@@ -198,7 +214,7 @@ class WorkerConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("header too large")
+            raise ValueError(_TOO_LARGE)
         if self._answering:
             return  # a trailer: the client has the header already
         name = name.lower()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from tandem_api.telemetry import MOST, WorkerTelemetry
 
 from tandem_gateway.scheduling import Share, Worker
+from tandem_gateway.scheduling.pulling import NOTHING_COMES
 from tandem_gateway.upstream.asking import Asker
 from tandem_gateway.upstream.base import Failure
 
@@ -44,8 +45,6 @@ COMPLAIN_AFTER = 5
 TICK_SECONDS = 0.05
 _SPREAD = 0.6180339887498949
 """Multiples of the golden ratio's fraction leave no large gap, however many there are."""
-_TOO_SLOW = 1e-6
-"""Tokens per second at which nothing is worth being brought."""
 _OK = "ok"
 _REASONS = {Failure.CONNECT: "refused", Failure.LOCAL: "local", Failure.RESET: "reset", Failure.PROTOCOL: "protocol"}
 
@@ -73,7 +72,7 @@ def describe_pulls(sample: WorkerTelemetry) -> float | None:
     gives none away. One that gets nothing of those whom it asks gives as before."""
     for tier in sample.kv_tiers:
         if tier.tier == "peer":
-            return _TOO_SLOW if tier.reason is not None else tier.tokens_per_second or 0.0
+            return NOTHING_COMES if tier.reason is not None else tier.tokens_per_second or 0.0
     return None
 
 

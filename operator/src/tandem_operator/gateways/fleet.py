@@ -20,6 +20,7 @@ from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetRep
 from tandem_api.names import GATEWAY_METRICS_PORT
 from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WeightsTelemetry, WorkerTelemetry
 
+from tandem_operator.gateways.tiers import summarize_peers
 from tandem_operator.gateways.transports import summarize
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.figures import STALE_SECONDS
@@ -178,7 +179,7 @@ class FleetWatch:
         if model is None:
             return FleetView()
         reports = self.reports(key)
-        samples = _newest_samples(reports)
+        samples = _newest_samples(self.heard(key))
         fresh = {name for name, gateway in model.gateways.items() if _is_fresh(gateway, now)}
         unable = {name for name, gateway in model.gateways.items() if gateway.unable}
         return FleetView(
@@ -299,7 +300,7 @@ class FleetWatch:
             dict(view.silent),
             dict(view.starting),
             {name: tier.reason for name, tier in view.tiers.items()},
-            {name: (tier.reason, tier.message != "") for name, tier in view.peers.items()},
+            summarize_peers(view.peers),
             summarize(view.transports),
             {name: tier.reason for name, tier in view.stores.items()},
             {name: told for name, told in view.weights.items() if told is not None},
@@ -412,14 +413,15 @@ def _weights(samples: Mapping[str, WorkerTelemetry]) -> dict[str, WeightsTelemet
     return {name: sample.weights for name, sample in samples.items()}
 
 
-def _newest_samples(reports: Sequence[FleetReport]) -> dict[str, WorkerTelemetry]:
-    """The newest sample of each worker."""
+def _newest_samples(heard: Sequence[tuple[FleetReport, float]]) -> dict[str, WorkerTelemetry]:
+    """The newest sample of each worker, of reports that were read so many seconds ago: that of a gateway which has
+    stopped answering grows older."""
     found: dict[str, tuple[float, WorkerTelemetry]] = {}
-    for report in reports:
+    for report, since in heard:
         for worker in report.workers:
             if worker.telemetry is None:
                 continue
-            age = worker.telemetry_age or 0.0
+            age = since + (worker.telemetry_age or 0.0)
             if worker.name not in found or age < found[worker.name][0]:
                 found[worker.name] = age, worker.telemetry
     return {name: sample for name, (_, sample) in found.items()}

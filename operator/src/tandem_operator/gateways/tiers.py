@@ -3,6 +3,7 @@ that they share, as they say themselves. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ CONDITION, STORE_CONDITION = "KVTiersReady", "KVStoreReady"
 STARTING = "Starting"
 """What a worker says while it looks at its volume."""
 _NAMED = 3
+_PEER = re.compile(r"(?:^|; )(\S+:\d+): ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,13 @@ _STORE = _Words(
 )
 
 
+def has_tiers(blueprint: Blueprint) -> bool:
+    """Whether a condition here tells of anything."""
+    spec = blueprint.model.spec
+    kv = spec.kv
+    return not spec.suspend and (kv.store is not None or kv.disk is not None or _has_peers(blueprint))
+
+
 def tiers_condition(
     blueprint: Blueprint, disks: Mapping[str, TierTelemetry], peers: Mapping[str, TierTelemetry]
 ) -> list[Condition]:
@@ -68,7 +77,7 @@ def tiers_condition(
     if blueprint.model.spec.suspend:
         return []
     parts = [_judge(_DISKS, disks)] if blueprint.model.spec.kv.disk is not None else []
-    if any(gives_blocks(blueprint, role) for role in blueprint.worker_roles):
+    if _has_peers(blueprint):
         parts.append(_judge(_PEERS, peers))
     for status in ("False", "Unknown", "True"):
         told = [part for part in parts if part.status == status]
@@ -83,6 +92,15 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
     if blueprint.model.spec.kv.store is None or blueprint.model.spec.suspend:
         return []
     return [_judge(_STORE, stores)]
+
+
+def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str]]]:
+    """What a change of makes a model be looked at again: of whom nothing comes, not what they failed with last."""
+    return {name: (tier.reason, _PEER.findall(tier.message)) for name, tier in peers.items()}
+
+
+def _has_peers(blueprint: Blueprint) -> bool:
+    return any(gives_blocks(blueprint, role) for role in blueprint.worker_roles)
 
 
 def _describe_partly(tiers: Mapping[str, TierTelemetry]) -> str:

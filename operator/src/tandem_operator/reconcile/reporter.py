@@ -20,7 +20,7 @@ from tandem_operator.gateways.admission import (
 )
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.gateways.routing import seconds_left
-from tandem_operator.gateways.tiers import store_condition, tiers_condition
+from tandem_operator.gateways.tiers import has_tiers, store_condition, tiers_condition
 from tandem_operator.gateways.transports import transport_condition
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import Children, format_time
@@ -157,7 +157,7 @@ class Reporter:
         asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
         self._scaler.follow(key, observe_model(blueprint, ours, decided.rollout.state, asleep=asleep))
         fast = fast or (not asleep and (self._scaler.follows(key) or is_admission_open(blueprint, ours)))
-        fast = fast or (not asleep and blueprint.model.spec.kv.store is not None)  # which is told of within 15 s
+        fast = fast or (not asleep and has_tiers(blueprint))  # which are told of within 15 s
         self._fleet.follow(key, gateway_addresses(blueprint, ours), fast=fast, asleep=asleep)
 
     async def _admit(self, look: Look, blueprint: Blueprint, ours: Children) -> Condition | None:
