@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tandem_worker.engine.tiers import LoadOrder
 from tandem_worker.tiers import peer_link
+from tandem_worker.tiers.book import Load
 from tandem_worker.tiers.peers import find_failing
 
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -200,6 +202,38 @@ def make_record(failures: int, at: float, *, is_well: bool = False) -> peer_link
     for _ in range(failures):
         record.note_failure("refused", at, is_well=is_well)
     return record
+
+
+def test_who_declines_is_there() -> None:
+    """One that is late after it has declined twice has failed once."""
+    record = make_record(2, 100.0, is_well=True)
+    for failing in (False, False, True):
+        record.note_failure("late", 100.0)
+        assert record.is_failing() is failing
+    record.note_failure("too many", 100.0, is_well=True)
+    assert not record.is_failing()
+
+
+def test_those_that_wait_behind_one_that_fails_are_no_further_failures(make_peer: MakePeer) -> None:
+    """A holder that is away for a moment while many wait for it is left alone for a second, not for a minute."""
+    record, reported, tried = peer_link.PeerRecord(), list[Load](), list[Load]()
+    link = peer_link.PeerLink(
+        "a", record, make_peer().terms, reported.append, lambda *_: None, lambda: None, lambda: 100.0
+    )
+
+    def fail(load: Load) -> None:
+        tried.append(load)
+        raise ConnectionRefusedError("gone")
+
+    link._fetch = fail  # type: ignore[method-assign]
+    for number in range(8):
+        assert link.submit(Load(LoadOrder(load=number, names=(b"",), block_ids=(0,), seconds_per_block=1.0), 100.0))
+    thread = threading.Thread(target=link.run)
+    thread.start()
+    wait_until(lambda: len(reported) == 8)
+    link.close()
+    thread.join(60)
+    assert (len(tried), record.failures, record.retry_at, record.queued_bytes) == (1, 1, 101.0, 0)
 
 
 @pytest.mark.parametrize(
