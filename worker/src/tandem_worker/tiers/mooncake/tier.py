@@ -232,14 +232,16 @@ class StoreTier(WrittenTier):
 
     def _run_watch(self) -> None:
         while not self._closed.is_set():
-            with self._lock:
-                due = min((until for _, until in self._asking.values()), default=None)
-            self._pool.watch_once(due)
+            self._pool.watch_once(self._find_ask_due)
             self._cut_late_asks()
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
                 self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
+
+    def _find_ask_due(self) -> float | None:
+        with self._lock:
+            return min((until for _, until in self._asking.values()), default=None)
 
     def _cut_late_asks(self) -> None:
         """What is known of them can be loaded all the same; the first one of which nothing is known is not waited for
