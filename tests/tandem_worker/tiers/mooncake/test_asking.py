@@ -51,6 +51,19 @@ def test_a_find_makes_the_next_one_sure() -> None:
     assert odds.favour(1, 0.005, 1.0)
 
 
+def test_some_in_vain_in_a_row_say_little_of_a_store_that_has_three_prompts_of_ten() -> None:
+    """A look-up takes 10 ms, and saves 100 where it finds something, which is three times what it takes."""
+    odds = make_odds(0, 0.01)
+    for number in range(200):
+        odds.note_answer(found=number % 10 in (0, 3, 6))
+    for _ in range(12):
+        odds.note_answer(found=False)
+        assert odds.favour(1, 0.1, 1.0)
+    for _ in range(100):
+        odds.note_answer(found=False)
+    assert not odds.favour(1, 0.1, 1.0)
+
+
 def test_one_in_some_is_made_all_the_same() -> None:
     odds = make_odds(LONGEST_ODDS, 0.002)
     assert [odds.favour(1, 0.005, 1.0) for _ in range(2 * EXPLORE)] == ([False] * (EXPLORE - 1) + [True]) * 2
