@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -165,7 +166,8 @@ class Soak:
             self.expected.append(tokens)
 
     def ask(self, member: Member, prompt: list[int], salt: str, source: Member | None) -> tuple[list[int], int]:
-        """The answer's tokens, and how many of the prompt were cached. Raises OSError, ValueError."""
+        """The answer's tokens, and how many of the prompt were cached. Raises OSError, ValueError,
+        HTTPException where the worker ends within its answer."""
         body = {
             "model": "soak", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, "cache_salt": salt,
@@ -192,7 +194,7 @@ class Soak:
             deaths = member.deaths
             try:
                 tokens, cached = self.ask(member, self.prompts[which], salt, source)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 if member.deaths == deaths and not deaths % 2:
                     self._note("failed", f"{member.name} did not answer: {error!r}")
                 time.sleep(0.02)  # it is being started
@@ -308,11 +310,17 @@ def soak(kills: int, minutes: float, seed: int) -> dict[str, Any]:
         read = sum((member.read for member in members), Counter[str]())
     for words in leftovers:
         print(words, file=sys.stderr)
-    bad = {what: work.seen[what] for what in ("wrong", "failed", "refused", "leaks")}
-    bad |= {"left over": len(leftovers), "damaged": read.pop("damaged", 0)}
-    good = {what: work.seen[what] for what in ("answers", "cached", "probes")}
-    row = {"kills": done, "seconds": round(seconds), **good, "tokens read": dict(read), **bad}
-    return row | {"goal": 0, "value": sum(bad.values()), "met": not any(bad.values()) and all(read.values())}
+    return judge(done, seconds, work.seen, read, leftovers)
+
+
+def judge(kills: int, seconds: float, seen: Counter[str], read: Counter[str], leftovers: list[str]) -> dict[str, Any]:
+    """As one row. Where nothing came back from disks, or from peers, nothing is shown."""
+    bad = {what: seen[what] for what in ("wrong", "failed", "refused", "leaks")}
+    bad |= {"left over": len(leftovers), "damaged": read["damaged"]}
+    good = {what: seen[what] for what in ("answers", "cached", "probes")}
+    tokens = {tier: read[tier] for tier in ("disk", "peer")}
+    row = {"kills": kills, "seconds": round(seconds), **good, "tokens read": tokens, **bad}
+    return row | {"goal": 0, "value": sum(bad.values()), "met": not any(bad.values()) and all(tokens.values())}
 
 
 def main() -> None:

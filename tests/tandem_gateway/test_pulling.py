@@ -19,7 +19,9 @@ from tests.tandem_gateway.workers.test_telemetry import SAMPLE
         ([TierTelemetry(tier="disk", tokens_per_second=7.0)], None),
         ([TierTelemetry(tier="disk"), TierTelemetry(tier="peer")], 0.0),
         ([TierTelemetry(tier="peer", tokens_per_second=7.0)], 7.0),
-        ([TierTelemetry(tier="peer", reason="PeersFailing", tokens_per_second=7.0)], 1e-6),
+        ([TierTelemetry(tier="peer", reason="PeersFailing")], 1e-6),
+        ([TierTelemetry(tier="peer", reason="PeersFailing", tokens_per_second=0.0)], 0.0),  # one may be tried again
+        ([TierTelemetry(tier="peer", reason="PeersFailing", tokens_per_second=7.0)], 7.0),
     ],
 )
 def test_a_worker_says_whether_it_brings_blocks_and_how_fast(tiers: list[TierTelemetry], rate: float | None) -> None:

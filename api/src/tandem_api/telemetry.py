@@ -54,7 +54,8 @@ class TierTelemetry(Wire):
     horizon: Amount = 0.0
     """When the newest block that it gave up was last used (unix seconds); 0 when none was."""
     tokens_per_second: Amount | None = None
-    """At which blocks come from it while they do; absent where that is not known, or not told."""
+    """At which blocks come from it while they do; absent where that is not known, or not told. Where `peer` has a
+    reason: absent while none of those workers is to be asked."""
 
 
 class KVTransportTelemetry(Wire):

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tandem_worker.engine.tiers import LoadOrder
 from tandem_worker.tiers import peer_link
+from tandem_worker.tiers.book import Load
 from tandem_worker.tiers.peers import find_failing
 
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -202,23 +204,57 @@ def make_record(failures: int, at: float, *, is_well: bool = False) -> peer_link
     return record
 
 
+def test_who_declines_is_there() -> None:
+    """One that is late after it has declined twice has failed once."""
+    record = make_record(2, 100.0, is_well=True)
+    for failing in (False, False, True):
+        record.note_failure("late", 100.0)
+        assert record.is_failing() is failing
+    record.note_failure("too many", 100.0, is_well=True)
+    assert not record.is_failing()
+
+
+def test_those_that_wait_behind_one_that_fails_are_no_further_failures(make_peer: MakePeer) -> None:
+    """A holder that is away for a moment while many wait for it is left alone for a second, not for a minute."""
+    record, reported, tried = peer_link.PeerRecord(), list[Load](), list[Load]()
+    link = peer_link.PeerLink(
+        "a", record, make_peer().terms, reported.append, lambda *_: None, lambda: None, lambda: 100.0
+    )
+
+    def fail(load: Load) -> None:
+        tried.append(load)
+        raise ConnectionRefusedError("gone")
+
+    link._fetch = fail  # type: ignore[method-assign]
+    for number in range(8):
+        assert link.submit(Load(LoadOrder(load=number, names=(b"",), block_ids=(0,), seconds_per_block=1.0), 100.0))
+    thread = threading.Thread(target=link.run)
+    thread.start()
+    wait_until(lambda: len(reported) == 8)
+    link.close()
+    thread.join(60)
+    assert (len(tried), record.failures, record.retry_at, record.queued_bytes) == (1, 1, 101.0, 0)
+
+
 @pytest.mark.parametrize(
-    ("records", "failing", "all_fail"),
+    ("records", "failing", "retry_at"),
     [
-        ({}, [], False),
-        ({"a": make_record(0, 100.0)}, [], False),
-        ({"a": make_record(2, 100.0)}, [], False),  # the next one may do
-        ({"a": make_record(3, 100.0)}, ["a: refused"], True),
-        ({"a": make_record(9, 100.0, is_well=True)}, [], False),  # it answers, and has other things to do
-        ({"b": make_record(3, 100.0), "a": make_record(0, 100.0)}, ["b: refused"], False),
-        ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, ["b: refused"], True),  # asked long ago
-        ({"b": make_record(3, 39.0), "a": make_record(0, 100.0)}, [], False),
+        ({}, [], None),
+        ({"a": make_record(0, 100.0)}, [], None),
+        ({"a": make_record(2, 100.0)}, [], None),  # the next one may do
+        ({"a": make_record(3, 100.0)}, ["a: refused"], 104.0),
+        ({"b": make_record(3, 100.0), "a": make_record(4, 99.0)}, ["a: refused", "b: refused"], 104.0),
+        ({"a": make_record(9, 100.0, is_well=True)}, [], None),  # it answers, and has other things to do
+        ({"b": make_record(3, 100.0), "a": make_record(0, 100.0)}, ["b: refused"], None),
+        ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, ["b: refused"], 104.0),  # asked long ago
+        ({"b": make_record(3, 35.0), "a": make_record(0, 100.0)}, [], None),
+        ({"a": make_record(9, 0.0)}, ["a: refused"], 60.0),  # nobody could ask it meanwhile
     ],
 )
 def test_who_fails_again_and_again_is_told(
-    records: dict[str, peer_link.PeerRecord], failing: list[str], all_fail: bool
+    records: dict[str, peer_link.PeerRecord], failing: list[str], retry_at: float | None
 ) -> None:
-    assert find_failing(records, 100.0) == (failing, all_fail)
+    assert find_failing(records, 100.0) == (failing, retry_at)
 
 
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:
@@ -234,6 +270,10 @@ def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer:
         now[0] = puller.source._records[nobody].retry_at
     stats = puller.source.stats()
     assert (stats.reason, stats.message.startswith(f"{nobody}: ")) == ("PeersFailing", True)
+    assert stats.tokens_per_second == 0.0, "it may be asked again, and gateways name it"
+    now[0] -= 0.1
+    assert (puller.source.stats().reason, puller.source.stats().tokens_per_second) == ("PeersFailing", None)
+    now[0] += 0.1
     prompt = make_prompt(10)
     holder.run("b", prompt)
     puller.run("c", prompt, kv_source=holder.kv)

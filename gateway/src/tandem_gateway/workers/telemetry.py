@@ -69,10 +69,12 @@ def describe_cache(sample: WorkerTelemetry) -> tuple[float, int | None]:
 
 def describe_pulls(sample: WorkerTelemetry) -> float | None:
     """At how many tokens per second a worker brings other workers' blocks, 0 until it knows; None: it brings none, and
-    gives none away. One that gets nothing of those whom it asks gives as before."""
+    gives none away. One that gets nothing of those whom it asks gives as before, and has a speed as soon as it may ask
+    one of them again."""
     for tier in sample.kv_tiers:
         if tier.tier == "peer":
-            return NOTHING_COMES if tier.reason is not None else tier.tokens_per_second or 0.0
+            rests = tier.reason is not None and tier.tokens_per_second is None
+            return NOTHING_COMES if rests else tier.tokens_per_second or 0.0
     return None
 
 

@@ -266,6 +266,27 @@ def test_a_process_that_cannot_be_started_is_the_requests_error(
     made.close()
 
 
+def test_one_that_is_closed_while_it_is_prepared_starts_no_process(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GrammarCompiler(tokenizer, VOCAB, [tokenizer.eos_token_id])
+    began, closed = threading.Event(), threading.Event()
+
+    def wait(_: object) -> str:
+        began.set()
+        assert closed.wait(60)
+        return "{}"
+
+    monkeypatch.setattr("tandem_worker.server.structured.compiler._tokenizer_text", wait)
+    made.start()
+    assert began.wait(60)
+    made.close()
+    closed.set()
+    with pytest.raises(GrammarUnavailableError, match="closed"):
+        made.prepare()
+    assert made._confined is None
+
+
 async def test_a_crowd_is_refused_at_once_and_known_grammars_do_not_wait(compiler: GrammarCompiler) -> None:
     deadline = time.monotonic() + 30
     known = compiler.write_json_schema({"const": "known"})

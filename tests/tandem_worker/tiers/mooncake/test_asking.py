@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -49,6 +49,19 @@ def test_a_find_makes_the_next_one_sure() -> None:
     assert not odds.favour(1, 0.005, 1.0)
     odds.note_answer(found=True)
     assert odds.favour(1, 0.005, 1.0)
+
+
+def test_some_in_vain_in_a_row_say_little_of_a_store_that_has_three_prompts_of_ten() -> None:
+    """A look-up takes 10 ms, and saves 100 where it finds something, which is three times what it takes."""
+    odds = make_odds(0, 0.01)
+    for number in range(200):
+        odds.note_answer(found=number % 10 in (0, 3, 6))
+    for _ in range(12):
+        odds.note_answer(found=False)
+        assert odds.favour(1, 0.1, 1.0)
+    for _ in range(100):
+        odds.note_answer(found=False)
+    assert not odds.favour(1, 0.1, 1.0)
 
 
 def test_one_in_some_is_made_all_the_same() -> None:
@@ -156,3 +169,34 @@ def test_look_ups_that_wait_are_made_together(address: str) -> None:
     taken, last = tier._take_waiting(orders[5])
     assert ([order.load for order in taken], last) == ([5], None)
     assert tier._asks.get() is None, "the thread ends after these"
+
+
+def test_what_another_look_up_has_told_meanwhile_is_not_one_more_in_vain(address: str) -> None:
+    """Many send the same prompt at once, and the store has it: it is asked once, and stays worth it."""
+    rig = StoreRig(address, usable=False)
+    tier, names = rig.tier, tuple(bytes([number]) * 16 for number in range(200))
+    rig.close()  # the threads have gone: nobody else takes them
+    made: list[int] = []
+
+    def find(asked: Sequence[bytes]) -> None:
+        made.append(len(asked))
+        tier._slots._note(asked)
+
+    tier._slots.ask = find  # type: ignore[method-assign]
+    for load in range(8):
+        order = LoadOrder(load=load, names=(), block_ids=(), seconds_per_block=1.0, asks=names)
+        tier._asking[load] = order, float("inf")
+        tier._asks.put(order)
+    tier._asks.put(None)
+    tier._run_asks()
+    assert (made, tier._odds.in_vain, tier._asking) == ([200], 0, {})
+
+
+def test_what_is_known_to_be_there_is_loaded_where_a_look_up_for_the_rest_is_late(address: str) -> None:
+    rig = StoreRig(address, usable=False)
+    tier, names = rig.tier, tuple(bytes([number]) * 16 for number in range(8))
+    rig.close()
+    tier._slots._note(names[:5])
+    tier._asking[1] = LoadOrder(load=1, names=(), block_ids=(), seconds_per_block=1.0, asks=names), 0.0
+    tier._cut_late_asks()
+    assert (tier._asking, tier.stats().loads_cut, tier._slots.count_known(names)) == ({}, 1, 5)

@@ -78,12 +78,15 @@ class LoadBook(Generic[AnyLoad]):
         assert self.engine is not None, "the tier is joined with the engine before a load"
         self.engine.load_ended(load.order.load, valid)
 
-    def cut_late(self, idle_seconds: float, until: float | None = None) -> None:
-        """Sleep until a load may be late or one begins, so long at most, not after `until`; then cut what is late."""
+    def cut_late(self, idle_seconds: float, find_due: Callable[[], float | None] = lambda: None) -> None:
+        """Sleep until a load may be late or one begins, so long at most; then cut what is late. `find_due`: when the
+        caller has to look at something besides. It is asked where no `wake` is missed: what changes it wakes."""
         with self._changed:
             if self._closed:
                 return
-            due = min([load.cut_at for load in self._loads.values()] + ([] if until is None else [until]), default=None)
+            besides = find_due()
+            times = [load.cut_at for load in self._loads.values()] + ([] if besides is None else [besides])
+            due = min(times, default=None)
             pause = idle_seconds if due is None else min(idle_seconds, due - self._clock())
             if pause > 0:
                 self._changed.wait(pause)

@@ -163,9 +163,9 @@ class LoadPool:
         """`watch_once` is to look again."""
         self._book.wake()
 
-    def watch_once(self, until: float | None = None) -> None:
+    def watch_once(self, find_due: Callable[[], float | None] = lambda: None) -> None:
         """As `LoadBook.cut_late`, for half a second at most; then look for readers that hang."""
-        self._book.cut_late(_IDLE_SECONDS, until)
+        self._book.cut_late(_IDLE_SECONDS, find_due)
         if not self._closed and self.hangs and self._health.on:
             self._health.fail(TierError(VOLUME_FROZEN, f"a read has not returned for {FROZEN_SECONDS:g} s"))
 

@@ -87,24 +87,24 @@ class PeerRecord:
         """Bytes that loads wait for."""
         self.failures = 0
         """One after another."""
+        self.faults = 0
+        """Those of them since it last answered, if only to decline."""
         self.retry_at = float("-inf")
         self.message = ""
-        self.is_well = True
-        """It is there, whatever it gives."""
 
     def note_failure(self, message: str, now: float, *, is_well: bool = False) -> None:
-        """Leave it alone for a while."""
-        self.message, self.is_well, self.tried_at = message, is_well, now
+        """Leave it alone for a while. `is_well`: it is there, whatever it gives."""
+        self.message, self.tried_at, self.faults = message, now, 0 if is_well else self.faults + 1
         self.retry_at = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self.failures)
         self.failures = min(self.failures + 1, 16)
 
     def note_success(self, now: float) -> None:
         """It gives what it is asked for."""
-        self.failures, self.message, self.is_well, self.tried_at = 0, "", True, now
+        self.failures, self.faults, self.message, self.tried_at = 0, 0, "", now
 
     def is_failing(self) -> bool:
         """Whether it has failed again and again: a single time many a sound one is late."""
-        return not self.is_well and self.failures >= FAILING
+        return self.faults >= FAILING
 
     def predict(self, num_bytes: int, usual: float | None, now: float) -> float:
         """Seconds until so many bytes would be here; `usual`: bytes per second of others. 0 where nobody knows, or has
@@ -184,7 +184,7 @@ class PeerLink:
             return self._loads.popleft()
 
     def _serve(self, load: Load) -> None:
-        if not load.ended:
+        if not load.ended and self.record.retry_at <= self._clock():  # else it waited behind one that has failed
             self._try(load)
         with self._wake:
             self.record.queued_bytes -= self._size_of(load)

@@ -80,15 +80,18 @@ class PeerSource:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def stats(self) -> TierStats:
-        """Any thread. A message without a reason: of some workers nothing comes, of others all."""
-        rate = self._usual.rate
+        """Any thread. A message without a reason: of some workers nothing comes, of others all. A reason without a
+        speed: nobody is to be asked now."""
+        rate, now = self._usual.rate, self._clock()
         speed = None if rate is None else rate / self._terms.geometry.slot_bytes * self._block_size
         with self._lock:
-            failing, all_fail = find_failing(self._records, self._clock())
+            failing, retry_at = find_failing(self._records, now)
+        if retry_at is not None:
+            speed = None if now < retry_at else speed or 0.0
         return replace(
             self._counters.read(),
             tokens_per_second=speed,
-            reason=PEERS_FAILING if all_fail else None,
+            reason=None if retry_at is None else PEERS_FAILING,
             message="; ".join(failing[:_NAMED]) + (f" and {len(failing) - _NAMED} more" if failing[_NAMED:] else ""),
         )
 
@@ -195,9 +198,15 @@ class PeerSource:
         self._usual.observe(num_bytes, seconds)
 
 
-def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[list[str], bool]:
-    """Which workers have failed again and again, and why; and whether those are all that were asked lately. What was
-    said long ago says nothing: gateways name a worker that has gone no more."""
-    lately = {endpoint: record for endpoint, record in records.items() if now - record.tried_at <= STALE_SECONDS}
-    failing = [f"{endpoint}: {record.message}" for endpoint, record in sorted(lately.items()) if record.is_failing()]
-    return failing, 0 < len(failing) == len(lately)
+def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[list[str], float | None]:
+    """Which workers have failed again and again, and why; and where those are all that were asked lately, when the
+    first of them may be asked again. What was said long before that says nothing: gateways name a worker that has gone
+    no more."""
+    lately = {
+        endpoint: record
+        for endpoint, record in sorted(records.items())
+        if now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
+    }
+    failing = {endpoint: record for endpoint, record in lately.items() if record.is_failing()}
+    retry_at = min(record.retry_at for record in failing.values()) if 0 < len(failing) == len(lately) else None
+    return [f"{endpoint}: {record.message}" for endpoint, record in failing.items()], retry_at

@@ -94,7 +94,7 @@ class GrammarCompiler:
         self._num_pending = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
-        self._started = False
+        self._started = self._closed = False
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="grammars")
 
     def start(self) -> None:
@@ -113,8 +113,10 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the threads and the isolated process; compilations that wait are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._confined is not None:
-            self._confined.close()
+        with self._lock:
+            self._closed, confined = True, self._confined
+        if confined is not None:
+            confined.close()
 
     @property
     def num_restarts(self) -> int:
@@ -248,12 +250,16 @@ class GrammarCompiler:
             if self._confined is None:
                 eos = sorted(self._eos_token_ids)
                 order = {"tokenizer": text, "vocab_size": self._vocab_size, "eos_token_ids": eos}
-                self._confined = Confined(
+                confined = Confined(
                     "tandem_worker.server.structured.proving:setup",
                     orjson.dumps(order),
                     limits=JOB_LIMITS,
                     name="grammars",
                 )
+                with self._lock:
+                    if self._closed:  # nobody would end it, and the end of this process would wait until it has started
+                        raise UnavailableError("the process that compiles grammars has been closed")
+                    self._confined = confined
                 self._confined.start()
             elif self._prepared is None:  # the last try has failed: that process may know that there is no use
                 self._confined.wait_until_ready(max(0.0, min(START_SECONDS, _remaining(deadline))))

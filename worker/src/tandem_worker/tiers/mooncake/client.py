@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 15.0
 """Loading the library and joining takes .4 s; where nobody answers it gives up after 4.3 s."""
+_END_SECONDS = 5.0
+"""For a helper that was killed."""
 _PAGE = 4096
 _LAST_WORDS = 3
 
@@ -162,11 +164,12 @@ class MooncakeClient:
     def _end(self, helper: _Helper, error: TierError) -> None:
         """When this returns nothing of this helper writes to the memory any more."""
         helper.process.kill()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + _END_SECONDS
         with self._lock:
             calls, helper.calls = helper.calls, {}
             if self._helper is helper:
-                helper.process.wait(max(0.0, deadline - time.monotonic()))
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it runs no more, however long the kernel takes
+                    helper.process.wait(max(0.0, deadline - time.monotonic()))
                 self._helper = None
         for call in calls.values():
             if not call.done():

@@ -196,20 +196,25 @@ class StoreTier(WrittenTier):
         while (order := last or self._asks.get()) is not None:
             together, last = self._take_waiting(order)
             together = [each for each in together if each.load in self._asking]
-            if not together:
-                continue
-            known = [self._slots.count_present(each.asks) for each in together]
-            began = self._clock()
-            try:
-                self._slots.ask(list(dict.fromkeys(name for each in together for name in each.asks)))
-            except TierError as error:
-                self.health.fail(error)
-            else:
-                for each, before in zip(together, known, strict=True):
-                    self._odds.note_answer(found=self._slots.count_present(each.asks) > before)
-            self._odds.note_seconds(self._clock() - began)
+            # What another one's look-up has told meanwhile is not asked again, nor is it one more in vain.
+            unknown = [each for each in together if self._slots.count_known(each.asks) is None]
+            if unknown:
+                self._look_up(unknown)
             loads = {each.load for each in together}
             self._end_asks(self._take_asks(lambda each, loads=loads: each.load in loads))
+
+    def _look_up(self, together: Sequence[LoadOrder]) -> None:
+        """In one call."""
+        known = [self._slots.count_present(each.asks) for each in together]
+        began = self._clock()
+        try:
+            self._slots.ask(list(dict.fromkeys(name for each in together for name in each.asks)))
+        except TierError as error:
+            self.health.fail(error)
+        else:
+            for each, before in zip(together, known, strict=True):
+                self._odds.note_answer(found=self._slots.count_present(each.asks) > before)
+        self._odds.note_seconds(self._clock() - began)
 
     def _take_waiting(self, order: LoadOrder) -> tuple[list[LoadOrder], LoadOrder | None]:
         """This one and those that wait behind it, as many as one call takes; and the first one beyond that."""
@@ -227,18 +232,25 @@ class StoreTier(WrittenTier):
 
     def _run_watch(self) -> None:
         while not self._closed.is_set():
-            with self._lock:
-                due = min((until for _, until in self._asking.values()), default=None)
-            self._pool.watch_once(due)
-            now = self._clock()
-            late = self._take_asks(lambda _: True, before=now)
-            for order in late:
-                self._slots.note_absent(order.asks[:1])
-            self._end_asks(late, cut=True)
+            self._pool.watch_once(self._find_ask_due)
+            self._cut_late_asks()
             if self._writer.busy_seconds > FROZEN_SECONDS:
                 self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
                 self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
+
+    def _find_ask_due(self) -> float | None:
+        with self._lock:
+            return min((until for _, until in self._asking.values()), default=None)
+
+    def _cut_late_asks(self) -> None:
+        """What is known of them can be loaded all the same; the first one of which nothing is known is not waited for
+        again."""
+        late = self._take_asks(lambda _: True, before=self._clock())
+        for order in late:
+            known = self._slots.count_present(order.asks)
+            self._slots.note_absent(order.asks[known : known + 1])
+        self._end_asks(late, cut=True)
 
     def _take_asks(self, which: Callable[[LoadOrder], bool], before: float = float("inf")) -> list[LoadOrder]:
         with self._lock:
