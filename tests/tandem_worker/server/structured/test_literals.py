@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -145,6 +146,37 @@ def test_what_is_kept_of_a_large_grammar_is_bounded() -> None:
     parts = " NAME ".join(f'"{"x" * 100}{number}"' for number in range(5000))
     words = read(f"{HEADER}start: {parts}\nNAME: /[a-z]+/")
     assert MOST_BYTES - 200 <= sum(len(word.text) + 16 for word in words) <= MOST_BYTES + 200
+
+
+def test_a_text_that_is_named_often_is_bounded() -> None:
+    """Grammars of some KB that would be read as 300 MB, and as ten thousand alternatives."""
+    long = "x" * 30_000
+    (word,) = read(f'{HEADER}start: {"a " * 10_000}\na: "{long}"')
+    assert len(word.text) == MOST_BYTES
+    (word,) = read(f"{HEADER}start: {'a|' * 10_000} a\na: %json {{}}")
+    assert len(word.values) == 1
+    bodies = "\n".join(f"a{number}: %json {{}}" for number in range(100))
+    (word,) = read(f"{HEADER}start: {'|'.join(f'a{number}' for number in range(100))}\n{bodies}")
+    assert len(word.values) == 16
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        f"b: <[{'9' * 5000}]>",
+        f'// <[{"9" * 5000}]> "',
+        f'# %json {"[" * 99} "',
+        '# "' + '\\"' * 30_000,
+        '"' + '\\"' * 30_000,
+        "/" + "\\/" * 30_000,
+        "//\n" * 30_000,
+    ],
+)
+def test_what_stands_behind_a_text_is_passed_over(rest: str) -> None:
+    """The library takes most of these: none may raise, nor take time with its square."""
+    began = time.thread_time()
+    assert texts(read(f'{HEADER}start: "a"\n{rest}'))[0] == b"a"
+    assert time.thread_time() - began < 1.0
 
 
 @settings(max_examples=60, deadline=None)
