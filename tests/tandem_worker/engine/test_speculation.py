@@ -562,6 +562,40 @@ def test_a_long_answer_that_moved_is_followed_where_it_stands(make_rig: MakeRig)
     assert rig.engine.stats().accepted_draft_tokens_total["schema"] > 60
 
 
+class Failing:
+    """What follows a choice through texts, and fails: at once, or when the answer says something."""
+
+    source = Source.SCHEMA
+    length = 0
+
+    def __init__(self, error: BaseException, *, at_once: bool) -> None:
+        self.error = error
+        if at_once:
+            raise error
+
+    def peek(self) -> int | None:
+        return None
+
+    def feed(self, text: list[int]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", [ValueError, BaseException])
+def test_guesses_that_fail_end_no_answer(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, kind: type[BaseException], at_once: bool
+) -> None:
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    rig.submit("r", (1, 2, 3), max_tokens=12, literals=lambda: Failing(kind("a strange text"), at_once=at_once))
+    rig.submit("other", (4, 5, 6), max_tokens=12)
+    rig.wait()
+    assert rig.out.tokens("r") == greedy_answer((1, 2, 3), 12)
+    assert rig.out.tokens("other") == greedy_answer((4, 5, 6), 12)
+    assert [record.message for record in caplog.records if "without guesses" in record.message] == [
+        "an answer of r goes on without guesses, which failed"
+    ]
+
+
 def test_a_very_long_answer_that_moved_is_guessed_without_its_schema(make_rig: MakeRig, monkeypatch: Any) -> None:
     monkeypatch.setattr("tandem_worker.engine.guess.lookup._MOST_READ", 100)
     answer = greedy_answer((1, 2, 3), 130)

@@ -9,6 +9,7 @@ prompt and 32 for each of a prediction, shared by its choices, 9 more for each c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from itertools import accumulate
@@ -21,6 +22,8 @@ from tandem_worker.engine.guess.ngrams import MOST_TOKENS, CompleteIndex
 from tandem_worker.engine.guess.rates import Luck, Rates
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
+
+logger = logging.getLogger(__name__)
 
 _FEW = 64
 """Tokens of an answer that are learned one by one by a choice that has said them already; more are indexed at once."""
@@ -50,14 +53,25 @@ class LookupGuesser:
                 if room <= 0:
                     continue
                 room -= sequence.num_tokens + len(sequence.request.prediction)
-                reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
             elif reader.rests(sequence.output):
                 continue
-            reader.learn(sequence.output)
-            guess = reader.guess(most[sequence])
+            try:
+                guess = self._look_at(sequence, reader, most[sequence])
+            except BaseException as error:  # a panic of the tokenizer is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                logger.exception("an answer of %s goes on without guesses, which failed", sequence.request.id)
+                sequence.guessing = Reader([], len(sequence.output), [], self._rates)
+                continue
             if guess is not None:
                 found[sequence] = guess
         return found
+
+    def _look_at(self, sequence: Sequence, reader: Reader | None, most: int) -> Guess | None:
+        if reader is None:
+            reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+        reader.learn(sequence.output)
+        return reader.guess(most)
 
     def forget(self, sequence: Sequence) -> None:
         sequence.guessing = None
