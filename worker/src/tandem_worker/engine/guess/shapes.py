@@ -33,14 +33,13 @@ NO_SHAPES: tuple[Shape, ...] = ()
 class Shapes:
     """Those of one schema, made when they are asked for, and kept."""
 
-    __slots__ = ("_known", "_made", "root")
+    __slots__ = ("_known", "root")
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self._known: dict[int, tuple[Shape, ...]] = {}
-        """Keyed by the identity of a part of `root`, which lives as long."""
-        self._made: dict[int, tuple[Shape, ...]] = {}
-        """The same without those of other parts: whoever refers to a part has the shapes that all others have."""
+        """Keyed by the identity of a part of `root`, which lives as long. Whoever refers to a part has the shapes that
+        all others have."""
 
     def of(self, schema: Any) -> tuple[Shape, ...]:
         """What a value may look like by a part of the schema, likeliest first; nothing where anything may come."""
@@ -76,12 +75,12 @@ class Shapes:
         return None
 
     def _make(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
-        made = self._made.get(id(schema))
+        made = self._known.get(id(schema))
         if made is None:
             named = schema.get("type")
             named = named[:MOST_ALTERNATIVES] if isinstance(named, list) else [named]
             kinds = dict.fromkeys(kind if isinstance(kind, str) else _infer(schema) for kind in named)
-            made = self._made[id(schema)] = tuple(Shape(self, schema, kind) for kind in kinds)
+            made = self._known[id(schema)] = tuple(Shape(self, schema, kind) for kind in kinds)
         return made
 
     def _resolve(self, reference: str) -> Any:
