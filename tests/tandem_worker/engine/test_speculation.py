@@ -19,6 +19,8 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText, Spelling, Word
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
+from tandem_worker.engine.sample.host_sampler import HostSampler
+from tandem_worker.engine.sample.masks import MaskCredit
 from tandem_worker.engine.schedule.params import TokenDelta, TokenLogprob
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
@@ -252,6 +254,39 @@ def test_a_slow_grammar_gets_one_token_a_step(make_rig: MakeRig, make_guessing: 
     rig = make_guessing(answers_of(plain, requests), lies=0.0)
     assert run_all(rig, requests) == expected
     assert accepted(rig) == 0
+
+
+class Slowing(Alternating):
+    """Quick for five tokens, and slow from then on."""
+
+    def new(self) -> Slowing:
+        return Slowing()
+
+    def fill_mask(self, mask: Any) -> None:
+        super().fill_mask(mask)
+        self.seconds += 0.0001 if self.place < 5 else 0.012
+
+
+def test_grammars_that_become_slow_within_a_step_get_no_further_tokens_in_it(make_guessing: MakeRig) -> None:
+    """For one token of each in a step there is time; for five of each a client would be told that there is none."""
+    requests = prompts({name: {"grammar": Slowing(), "max_tokens": 14} for name in ("a", "b", "c")})
+    plain = make_guessing({}, lies=0.0)
+    slow_steps(plain)
+    expected = run_all(plain, requests)
+    assert {told["end"][0] for told in expected.values()} == {"length"}
+    rig = make_guessing(answers_of(plain, requests), lies=0.0)
+    slow_steps(rig)
+    assert run_all(rig, requests) == expected
+    assert accepted(rig) > 6
+
+
+def slow_steps(rig: Rig) -> None:
+    """By the clock of masks each step takes 0.1 s, and nothing else takes any time."""
+    sampler = rig.engine._executor.sampler
+    assert isinstance(sampler, HostSampler)
+    model = rig.model
+    assert isinstance(model, HistoryModel)
+    sampler._credit = MaskCredit(lambda: 0.1 * len(model.batch_sizes))
 
 
 class Broken(HistoryModel):
