@@ -35,6 +35,12 @@ _MOST_BEGUN = MOST_TOKENS
 longer, however many prompts are begun at once; the choices that are left are guessed from a later step on."""
 
 
+_FED = 8
+"""A token that is read one by one costs as much as so many that are indexed."""
+_MOST_MISSED = 16
+"""Tokens of a choice that are learned from together: more than come while it rests, or while steps run ahead."""
+
+
 class LookupGuesser:
     """Implements `guess.contract.Guesser`. A choice's part is in its `guessing`."""
 
@@ -49,14 +55,20 @@ class LookupGuesser:
         room = _MOST_BEGUN
         for sequence in sequences:
             reader: Reader | None = sequence.guessing
-            if reader is None:
+            missed = 0 if reader is None else reader.count_missed(sequence.output)
+            if reader is None or missed:
                 if room <= 0:
                     continue
-                room -= sequence.num_tokens + len(sequence.request.prediction)
+                if reader is None:
+                    output = _FED * len(sequence.output)
+                    room -= sequence.num_tokens + len(sequence.request.prediction) + output
+                else:
+                    missed = min(missed, max(1, room // _FED))
+                    room -= _FED * missed
             elif reader.rests(sequence.output):
                 continue
             try:
-                guess = self._look_at(sequence, reader, most[sequence])
+                guess = self._look_at(sequence, reader, most[sequence], missed)
             except BaseException as error:  # a panic of the tokenizer is no Exception
                 if isinstance(error, KeyboardInterrupt | SystemExit):
                     raise
@@ -67,9 +79,14 @@ class LookupGuesser:
                 found[sequence] = guess
         return found
 
-    def _look_at(self, sequence: Sequence, reader: Reader | None, most: int) -> Guess | None:
+    def _look_at(self, sequence: Sequence, reader: Reader | None, most: int, missed: int) -> Guess | None:
+        """`missed`: as many of the tokens that nobody has looked at are to be read now."""
         if reader is None:
             reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+        if missed:
+            reader.read_on(sequence.output, missed)
+            if reader.count_missed(sequence.output):
+                return None
         reader.learn(sequence.output)
         return reader.guess(most)
 
@@ -148,6 +165,20 @@ class Reader:
             for follower, _ in self._followers:
                 follower.feed(text)
         self._known = len(output)
+
+    def count_missed(self, output: list[int]) -> int:
+        """Tokens that came while nobody asked, as beside prompts that fill every step; 0 where they are few."""
+        behind = len(output) - self._known
+        return behind if behind > _MOST_MISSED else 0
+
+    def read_on(self, output: list[int], count: int) -> None:
+        """Take in so many tokens of the answer without learning of each whether it would have been guessed."""
+        text = self._text
+        for token in output[self._known : self._known + count]:
+            text.append(token)
+            for follower, _ in self._followers:
+                follower.feed(text)
+        self._known += count
 
     def rests(self, output: list[int]) -> bool:
         """Whether to leave the choice alone for some tokens, which are learned together then. A step takes the caches
