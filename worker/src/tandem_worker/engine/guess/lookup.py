@@ -37,8 +37,9 @@ longer, however many prompts are begun at once; the choices that are left are gu
 
 _FED = 8
 """A token that is read one by one costs as much as so many that are indexed."""
-_MOST_MISSED = 16
-"""Tokens of a choice that are learned from together: more than come while it rests, or while steps run ahead."""
+_MOST_MISSED = 48
+"""Tokens of a choice that are learned from together: as many as come in a step whose guesses were all right, and while
+the choice rests and steps run ahead."""
 
 
 class LookupGuesser:
