@@ -198,6 +198,15 @@ def test_the_work_does_not_grow_with_alternatives_within_each_other() -> None:
     assert work(1, 16, 7) < 10 * alone  # too many hops: nothing is found on any way
 
 
+def test_the_work_does_not_grow_with_texts_of_alternatives() -> None:
+    def work(count: int) -> int:
+        kinds = [{"enum": [f"{kind}{number}" for number in range(64)]} for kind in range(count)]
+        return count_instructions(lambda: foresee(begin({"type": "array", "items": {"anyOf": kinds}})))
+
+    shapes = count_instructions(lambda: begin({"anyOf": [{"enum": [f"{number}"] * 64} for number in range(16)]}))
+    assert work(16) < 2 * work(1) + shapes
+
+
 def test_what_is_kept_of_a_schema_does_not_grow_with_references() -> None:
     texts = [f"{number:0200}" for number in range(64)]
     schema: Any = {"$defs": {"t": {"anyOf": [{"enum": texts}] * 16}}, "items": {"$ref": "#/$defs/t"}}
