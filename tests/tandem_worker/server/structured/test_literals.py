@@ -136,6 +136,23 @@ def test_a_function_is_told_by_its_name() -> None:
     assert found.text == b'ond", "arguments": {"b": 1}}'
 
 
+def test_each_of_many_functions_is_told_by_its_name() -> None:
+    """Agents have dozens."""
+    tools = tuple(
+        Tool(name=f"function_{number}", parameters={"properties": {f"p{number}": {"const": 1}}}, strict=True,
+             definition={})
+        for number in range(100)
+    )  # fmt: skip
+    options = ToolOptions(mode="required", tools=tools, callable_tools=tools)
+    (word, _) = read(build_grammar(FORMATS["hermes"], options, {}))
+    for number in (0, 17, 64, 99):
+        reader = word.begin(Style())
+        reader.feed(f'{{"name": "function_{number}"'.encode())
+        found = Foresight()
+        reader.foresee(found)
+        assert found.text.startswith(f', "arguments": {{"p{number}": 1'.encode())
+
+
 def test_a_grammar_that_calls_itself_ends() -> None:
     assert texts(read(f'{HEADER}start: "(" start ")" | "x"')) == [b"(", b")", b"x"]
     many = "\n".join(f"r{number}: r{number + 1} r{number + 1}" for number in range(30))
@@ -155,9 +172,9 @@ def test_a_text_that_is_named_often_is_bounded() -> None:
     assert len(word.text) == MOST_BYTES
     (word,) = read(f"{HEADER}start: {'a|' * 10_000} a\na: %json {{}}")
     assert len(word.values) == 1
-    bodies = "\n".join(f"a{number}: %json {{}}" for number in range(100))
-    (word,) = read(f"{HEADER}start: {'|'.join(f'a{number}' for number in range(100))}\n{bodies}")
-    assert len(word.values) == 16
+    bodies = "\n".join(f"a{number}: %json {{}}" for number in range(300))
+    (word,) = read(f"{HEADER}start: {'|'.join(f'a{number}' for number in range(300))}\n{bodies}")
+    assert len(word.values) == 128
 
 
 @pytest.mark.parametrize(

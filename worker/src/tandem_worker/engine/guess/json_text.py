@@ -11,7 +11,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
-from tandem_worker.engine.guess.shapes import MOST_TEXTS, Shape, join
+from tandem_worker.engine.guess.shapes import MOST_SHAPES, Shape, join
 
 MOST_AHEAD = 64
 """Bytes that are foreseen at once."""
@@ -408,7 +408,7 @@ class _Writer:
     def rest_of_value(self, shapes: tuple[Shape, ...], written: bytes, *, is_text: bool) -> None:
         """The rest of a value that has begun: one of its texts, or the end of a number."""
         every = ((text, shape) for shape in shapes for text in shape.texts if text.startswith(written))
-        fitting = list(islice(every, MOST_TEXTS))
+        fitting = list(islice(every, MOST_SHAPES))
         if fitting:
             text, shape = fitting[0]
             recent = self._recent.get(shape)

@@ -13,6 +13,9 @@ from typing import Any
 
 MOST_ALTERNATIVES = 16
 """Shapes that one value may have, the first ones of more."""
+MOST_SHAPES = 128
+"""Shapes that one value may have where it is one of several functions, or is in an object that may be one of several;
+and texts that are looked at of all of them."""
 MOST_TEXTS = 64
 """Texts of an enumeration that are known, the first ones of more."""
 _MOST_TEXT = 256
@@ -99,7 +102,7 @@ def join(groups: Sequence[tuple[Shape, ...]]) -> tuple[Shape, ...]:
     """The shapes of all groups, each once, the first ones of more than a value may have. Without a bound there would be
     a power of them where alternatives have values of alternatives."""
     first, *others = groups or ((),)
-    return tuple(islice(dict.fromkeys(chain(first, *others)), MOST_ALTERNATIVES)) if others else first
+    return tuple(islice(dict.fromkeys(chain(first, *others)), MOST_SHAPES)) if others else first
 
 
 def _infer(schema: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from tandem_worker.engine.guess.literals import Word
-from tandem_worker.engine.guess.shapes import MOST_ALTERNATIVES, Shapes
+from tandem_worker.engine.guess.shapes import MOST_SHAPES, Shapes
 
 MOST_BYTES = 64 << 10
 """Bytes of the words of a grammar; there are no more words than a sixteenth of that. Later ones are left out."""
@@ -110,7 +110,7 @@ class _Joiner:
         """Alternatives that are nothing but JSON are one value of several kinds."""
         if self._before is _Kind.JSON and not self._text and self.words:
             last = self.words[-1]
-            if value not in last.values and len(last.values) < MOST_ALTERNATIVES:
+            if value not in last.values and len(last.values) < MOST_SHAPES:
                 self.words[-1] = last._replace(values=(*last.values, value))
         else:
             self._add((value,))
