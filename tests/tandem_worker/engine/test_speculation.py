@@ -19,6 +19,8 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText, Spelling, Word
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
+from tandem_worker.engine.sample.host_sampler import HostSampler
+from tandem_worker.engine.sample.masks import MaskCredit
 from tandem_worker.engine.schedule.params import TokenDelta, TokenLogprob
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
@@ -252,6 +254,39 @@ def test_a_slow_grammar_gets_one_token_a_step(make_rig: MakeRig, make_guessing: 
     rig = make_guessing(answers_of(plain, requests), lies=0.0)
     assert run_all(rig, requests) == expected
     assert accepted(rig) == 0
+
+
+class Slowing(Alternating):
+    """Quick for five tokens, and slow from then on."""
+
+    def new(self) -> Slowing:
+        return Slowing()
+
+    def fill_mask(self, mask: Any) -> None:
+        super().fill_mask(mask)
+        self.seconds += 0.0001 if self.place < 5 else 0.012
+
+
+def test_grammars_that_become_slow_within_a_step_get_no_further_tokens_in_it(make_guessing: MakeRig) -> None:
+    """For one token of each in a step there is time; for five of each a client would be told that there is none."""
+    requests = prompts({name: {"grammar": Slowing(), "max_tokens": 14} for name in ("a", "b", "c")})
+    plain = make_guessing({}, lies=0.0)
+    slow_steps(plain)
+    expected = run_all(plain, requests)
+    assert {told["end"][0] for told in expected.values()} == {"length"}
+    rig = make_guessing(answers_of(plain, requests), lies=0.0)
+    slow_steps(rig)
+    assert run_all(rig, requests) == expected
+    assert accepted(rig) > 6
+
+
+def slow_steps(rig: Rig) -> None:
+    """By the clock of masks each step takes 0.1 s, and nothing else takes any time."""
+    sampler = rig.engine._executor.sampler
+    assert isinstance(sampler, HostSampler)
+    model = rig.model
+    assert isinstance(model, HistoryModel)
+    sampler._credit = MaskCredit(lambda: 0.1 * len(model.batch_sizes))
 
 
 class Broken(HistoryModel):
@@ -560,6 +595,40 @@ def test_a_long_answer_that_moved_is_followed_where_it_stands(make_rig: MakeRig)
     rig.wait()
     assert rig.out.tokens("rest") == answer[200:]
     assert rig.engine.stats().accepted_draft_tokens_total["schema"] > 60
+
+
+class Failing:
+    """What follows a choice through texts, and fails: at once, or when the answer says something."""
+
+    source = Source.SCHEMA
+    length = 0
+
+    def __init__(self, error: BaseException, *, at_once: bool) -> None:
+        self.error = error
+        if at_once:
+            raise error
+
+    def peek(self) -> int | None:
+        return None
+
+    def feed(self, text: list[int]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", [ValueError, BaseException])
+def test_guesses_that_fail_end_no_answer(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, kind: type[BaseException], at_once: bool
+) -> None:
+    rig = make_rig(num_blocks=200, speculative=LOOKUP)
+    rig.submit("r", (1, 2, 3), max_tokens=12, literals=lambda: Failing(kind("a strange text"), at_once=at_once))
+    rig.submit("other", (4, 5, 6), max_tokens=12)
+    rig.wait()
+    assert rig.out.tokens("r") == greedy_answer((1, 2, 3), 12)
+    assert rig.out.tokens("other") == greedy_answer((4, 5, 6), 12)
+    assert [record.message for record in caplog.records if "without guesses" in record.message] == [
+        "an answer of r goes on without guesses, which failed"
+    ]
 
 
 def test_a_very_long_answer_that_moved_is_guessed_without_its_schema(make_rig: MakeRig, monkeypatch: Any) -> None:

@@ -239,6 +239,44 @@ def test_a_step_indexes_no_more_than_one_long_text_or_some_short_ones() -> None:
     assert set(guesser.propose(everyone, most, StepPlan())) == set(everyone), "short ones are begun together"
 
 
+class Counting:
+    """Follows nothing, and notes what it is given."""
+
+    source = Source.SCHEMA
+    length = 0
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def peek(self) -> int | None:
+        return None
+
+    def feed(self, text: list[int]) -> None:
+        self.read.append(text[-1])
+
+
+def test_what_was_said_while_nobody_asked_is_read_in_many_steps() -> None:
+    """Beside prompts that fill steps, and on a GPU beside many streams, nobody asks for thousands of tokens."""
+    guesser = LookupGuesser()
+    everyone = [begin(tuple(range(number, number + 20))) for number in range(12)]
+    counting: list[Counting] = []
+    for sequence in everyone:
+        sequence.request.literals = lambda: counting.append(Counting()) or counting[-1]
+    most = dict.fromkeys(everyone, 4)
+    guesser.propose(everyone, most, StepPlan())
+    generator = random.Random(5)
+    for sequence in everyone:
+        sequence.output += [generator.randrange(900) for _ in range(1500)]
+    said, steps = 0, 0
+    while said < 12 * 1501:
+        guesser.propose(everyone, most, StepPlan())
+        before, said = said, sum(len(each.read) for each in counting)
+        assert 0 < said - before <= 4096 + 12 * 48
+        steps += 1
+    assert steps == 5
+    assert [each.read for each in counting] == [sequence.output for sequence in everyone]
+
+
 def test_a_prediction_takes_little_memory() -> None:
     tokens = random.Random(1).sample(range(1 << 17), 1 << 14)
     tracemalloc.start()

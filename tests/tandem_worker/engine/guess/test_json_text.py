@@ -180,6 +180,41 @@ def test_the_work_does_not_grow_with_the_schema() -> None:
     assert work({f"p{number}" * 2000: {"type": "string"} for number in range(200)}) <= few + 10
 
 
+def test_the_work_does_not_grow_with_alternatives_within_each_other() -> None:
+    """Objects that have one of several objects in them, and references of which each leads to many."""
+
+    def work(num_kinds: int, num_ways: int, hops: int) -> int:
+        kinds = [
+            {"type": "object", "properties": {"a": {"$ref": "#/$defs/0"}, f"b{number}": {}}}
+            for number in range(num_kinds)
+        ]
+        ways = {str(hop): {"anyOf": [{"$ref": f"#/$defs/{hop + 1}"}] * num_ways} for hop in range(hops)}
+        schema = {"$ref": "#/$defs/0", "$defs": ways | {str(hops): {"anyOf": kinds}}}
+        return count_instructions(lambda: foresee(begin(schema)))
+
+    alone = work(1, 1, 0)
+    assert work(2, 1, 0) < 4 * alone
+    assert work(1, 16, 2) < 10 * alone
+    assert work(1, 16, 7) < 10 * alone  # too many hops: nothing is found on any way
+
+
+def test_the_work_does_not_grow_with_texts_of_alternatives() -> None:
+    def work(count: int) -> int:
+        kinds = [{"enum": [f"{kind}{number}" for number in range(64)]} for kind in range(count)]
+        return count_instructions(lambda: foresee(begin({"type": "array", "items": {"anyOf": kinds}})))
+
+    shapes = count_instructions(lambda: begin({"anyOf": [{"enum": [f"{number}"] * 64} for number in range(16)]}))
+    assert work(16) < 2 * work(1) + shapes
+
+
+def test_what_is_kept_of_a_schema_does_not_grow_with_references() -> None:
+    texts = [f"{number:0200}" for number in range(64)]
+    schema: Any = {"$defs": {"t": {"anyOf": [{"enum": texts}] * 16}}, "items": {"$ref": "#/$defs/t"}}
+    schema["properties"] = {str(number): {"$ref": "#/$defs/t"} for number in range(100)}
+    shapes = Shapes(schema)
+    assert len({id(shape) for part in schema["properties"].values() for shape in shapes.of(part)}) == 1
+
+
 def test_what_one_answer_taught_is_not_told_to_another() -> None:
     shapes = Shapes(ROWS)
     taught = JsonReader(shapes.of(ROWS))

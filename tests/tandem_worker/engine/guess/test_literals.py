@@ -107,6 +107,14 @@ def test_a_tokenizer_that_changes_texts_is_not_guessed_with() -> None:
     assert follow([Word(b"\xff\xfe")]).peek() is None
 
 
+def test_tokens_that_the_model_does_not_have_are_not_guessed() -> None:
+    """A tokenizer may have more than the model has rows of embeddings, and a client may write any of them."""
+    greedy = Greedy()
+    spelling = Spelling(greedy.encode, greedy.token_bytes, 256 + PIECES.index("</call>"))
+    assert spelling.write(ord("a"), b"call") == [256 + PIECES.index("call")]
+    assert spelling.write(ord("a"), b"call</call>") == []
+
+
 def test_what_lies_between_texts_is_waited_for() -> None:
     follower = follow([Word(b"Name: "), Word(b". Age: "), Word(b" years.")])
     assert say(follower.read(20)) == b"Name: "

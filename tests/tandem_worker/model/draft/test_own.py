@@ -146,6 +146,16 @@ def test_draft_without_anybody_to_guess_is_refused(tmp_path: Path, kind: str) ->
     assert not has_head(load(tmp_path, AUTO))
 
 
+@pytest.mark.parametrize("count", [-1, 65, 10**9])
+def test_a_number_of_modules_that_no_model_has_is_refused(tmp_path: Path, count: int) -> None:
+    """Each of a thousand million would be looked for among the tensors."""
+    save_family("deepseek-v3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
+    with pytest.raises(StartupError, match=f"num_nextn_predict_layers is {count}; it must be from 0 to 64"):
+        load(tmp_path, AUTO)
+
+
 def test_what_the_checkpoint_repeats_is_shared_with_the_model(tmp_path: Path) -> None:
     repeated, other = (
         load(save_model(tmp_path / kind, SPECS[kind]), DRAFT) for kind in ("experts", "a vocabulary of its own")

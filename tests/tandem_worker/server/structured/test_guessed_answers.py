@@ -47,6 +47,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
          "additionalProperties": False},
         {"type": "object", "properties": {"kind": {"const": "b"}, "two": {"type": "null"}}, "required": ["kind", "two"],
          "additionalProperties": False}]},
+    "a tree": {"$ref": "#/$defs/T/anyOf/0", "$defs": {"T": {"anyOf": [
+        {"type": "object", "properties": {"left": {"$ref": "#/$defs/T"}, "right": {"$ref": "#/$defs/T"},
+         "op": {"const": sign}}, "required": ["left", "right", "op"], "additionalProperties": False} for sign in "+-*/"]
+        + [{"type": "integer", "minimum": 0, "maximum": 9}]}}},
     "left out": {"type": "object", "properties": {f"p{number}": {"type": "boolean"} for number in range(12)},
                  "required": ["p5"], "additionalProperties": False},
     "many": {"type": "object", "properties": {f"property_{number}": {"const": number} for number in range(800)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -135,6 +136,23 @@ def test_a_function_is_told_by_its_name() -> None:
     assert found.text == b'ond", "arguments": {"b": 1}}'
 
 
+def test_each_of_many_functions_is_told_by_its_name() -> None:
+    """Agents have dozens."""
+    tools = tuple(
+        Tool(name=f"function_{number}", parameters={"properties": {f"p{number}": {"const": 1}}}, strict=True,
+             definition={})
+        for number in range(100)
+    )  # fmt: skip
+    options = ToolOptions(mode="required", tools=tools, callable_tools=tools)
+    (word, _) = read(build_grammar(FORMATS["hermes"], options, {}))
+    for number in (0, 17, 64, 99):
+        reader = word.begin(Style())
+        reader.feed(f'{{"name": "function_{number}"'.encode())
+        found = Foresight()
+        reader.foresee(found)
+        assert found.text.startswith(f', "arguments": {{"p{number}": 1'.encode())
+
+
 def test_a_grammar_that_calls_itself_ends() -> None:
     assert texts(read(f'{HEADER}start: "(" start ")" | "x"')) == [b"(", b")", b"x"]
     many = "\n".join(f"r{number}: r{number + 1} r{number + 1}" for number in range(30))
@@ -145,6 +163,37 @@ def test_what_is_kept_of_a_large_grammar_is_bounded() -> None:
     parts = " NAME ".join(f'"{"x" * 100}{number}"' for number in range(5000))
     words = read(f"{HEADER}start: {parts}\nNAME: /[a-z]+/")
     assert MOST_BYTES - 200 <= sum(len(word.text) + 16 for word in words) <= MOST_BYTES + 200
+
+
+def test_a_text_that_is_named_often_is_bounded() -> None:
+    """Grammars of some KB that would be read as 300 MB, and as ten thousand alternatives."""
+    long = "x" * 30_000
+    (word,) = read(f'{HEADER}start: {"a " * 10_000}\na: "{long}"')
+    assert len(word.text) == MOST_BYTES
+    (word,) = read(f"{HEADER}start: {'a|' * 10_000} a\na: %json {{}}")
+    assert len(word.values) == 1
+    bodies = "\n".join(f"a{number}: %json {{}}" for number in range(300))
+    (word,) = read(f"{HEADER}start: {'|'.join(f'a{number}' for number in range(300))}\n{bodies}")
+    assert len(word.values) == 128
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        f"b: <[{'9' * 5000}]>",
+        f'// <[{"9" * 5000}]> "',
+        f'# %json {"[" * 99} "',
+        '# "' + '\\"' * 30_000,
+        '"' + '\\"' * 30_000,
+        "/" + "\\/" * 30_000,
+        "//\n" * 30_000,
+    ],
+)
+def test_what_stands_behind_a_text_is_passed_over(rest: str) -> None:
+    """The library takes most of these: none may raise, nor take time with its square."""
+    began = time.thread_time()
+    assert texts(read(f'{HEADER}start: "a"\n{rest}'))[0] == b"a"
+    assert time.thread_time() - began < 1.0
 
 
 @settings(max_examples=60, deadline=None)

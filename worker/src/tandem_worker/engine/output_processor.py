@@ -21,6 +21,7 @@ from tandem_worker.engine.outputs import build_final_delta, build_token_delta, d
 from tandem_worker.engine.remote_prefills import RemotePrefills
 from tandem_worker.engine.sample.contract import NO_TOKEN, CheckedRows
 from tandem_worker.engine.sample.host_sampler import score_prompt
+from tandem_worker.engine.sample.masks import is_quick
 from tandem_worker.engine.sample.pooling import Pool
 from tandem_worker.engine.schedule.meter import Totals
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
@@ -201,13 +202,16 @@ class OutputProcessor:
         """Go on with the choices whose next token was guessed, wave by wave: for each it is as one step more.
 
         So whatever the choice of a token depends on (penalties, a grammar, the end) is as it would be without guesses.
+        Who has a grammar whose last mask took long, or left little time to all, gets no more of them in this step.
         """
         right = set(layout.sequences)
         """Choices whose guesses have all been right so far."""
         for wave in layout.waves:
             rows: dict[Sequence, int] = {}
             for sequence, (guess, row) in wave.items():
-                if sequence in right and sequence.state is SequenceState.RUNNING and sequence.output[-1] == guess:
+                if sequence not in right or sequence.state is not SequenceState.RUNNING:
+                    continue
+                if sequence.output[-1] == guess and is_quick(sequence.sampler_state):
                     rows[sequence] = row
             if not rows:
                 return

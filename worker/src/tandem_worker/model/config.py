@@ -20,6 +20,7 @@ Number = TypeVar("Number", int, float)
 
 CONFIG_FILE = "config.json"
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
+_MOST_PREDICTION_LAYERS = 64
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float32}
 
 
@@ -87,8 +88,17 @@ class ModelConfig:
     @property
     def num_prediction_layers(self) -> int:
         """Layers behind the model's own that predict further tokens (arXiv:2412.19437, section 2.2); 0 for families
-        without."""
-        return self.need(_PREDICTION_LAYERS, int) if _PREDICTION_LAYERS in self.raw else 0
+        without. Raises StartupError for a number that no model has."""
+        if _PREDICTION_LAYERS not in self.raw:
+            return 0
+        count = self.need(_PREDICTION_LAYERS, int)
+        if not 0 <= count <= _MOST_PREDICTION_LAYERS:
+            raise StartupError(
+                "ConfigInvalid",
+                f"The model's configuration: {_PREDICTION_LAYERS} is {count}; it must be from 0 to "
+                f"{_MOST_PREDICTION_LAYERS}.",
+            )
+        return count
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

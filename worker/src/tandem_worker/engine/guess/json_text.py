@@ -7,11 +7,11 @@ between them, texts of enumerations, brackets. White space is written as this an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
-from tandem_worker.engine.guess.shapes import NO_SHAPES, Shape
+from tandem_worker.engine.guess.shapes import MOST_SHAPES, Shape, join
 
 MOST_AHEAD = 64
 """Bytes that are foreseen at once."""
@@ -277,7 +277,7 @@ class JsonReader:
             case At.COLON:
                 self._behind = mark
                 top = self._open[-1]
-                self._shapes = _join([shape.value(top.key) for shape in top.shapes])
+                self._shapes = join([shape.value(top.key) for shape in top.shapes])
                 self.at = At.VALUE if mark == b":" else At.LOST
             case _:
                 if mark == b",":
@@ -303,7 +303,7 @@ class JsonReader:
             if mark == b"{":
                 self.at = At.NAME
             else:
-                self._shapes = _join([shape.item(0) for shape in shapes])
+                self._shapes = join([shape.item(0) for shape in shapes])
         elif mark == b"]" and self._open and not self._open[-1].is_object:
             self._close(mark)
         else:
@@ -318,7 +318,7 @@ class JsonReader:
         else:
             place = top.place + 1
             self._open[-1] = top._replace(place=place)
-            self._shapes = _join([shape.item(place) for shape in top.shapes])
+            self._shapes = join([shape.item(place) for shape in top.shapes])
             self.at = At.VALUE
 
     def _close(self, mark: bytes) -> None:
@@ -350,10 +350,6 @@ class JsonReader:
             case _:
                 return self.at is At.END
         return writer.is_complete
-
-
-def _join(groups: Sequence[tuple[Shape, ...]]) -> tuple[Shape, ...]:
-    return groups[0] if len(groups) == 1 else tuple(shape for group in groups for shape in group) or NO_SHAPES
 
 
 def _narrow(opened: list[Open], text: bytes) -> None:
@@ -411,7 +407,8 @@ class _Writer:
 
     def rest_of_value(self, shapes: tuple[Shape, ...], written: bytes, *, is_text: bool) -> None:
         """The rest of a value that has begun: one of its texts, or the end of a number."""
-        fitting = [(text, shape) for shape in shapes for text in shape.texts if text.startswith(written)]
+        every = ((text, shape) for shape in shapes for text in shape.texts if text.startswith(written))
+        fitting = list(islice(every, MOST_SHAPES))
         if fitting:
             text, shape = fitting[0]
             recent = self._recent.get(shape)
@@ -464,7 +461,7 @@ class _Writer:
         top = self._open[-1]
         self._found.add(b":")
         self.space(b":", b"")
-        self.value(_join([shape.value(top.key) for shape in top.shapes]))
+        self.value(join([shape.value(top.key) for shape in top.shapes]))
 
     def go_on(self, written: bytes = b"", grade: Grade = Grade.SURE) -> None:
         """A value is complete: the next member of what is open, or its end."""
@@ -487,7 +484,7 @@ class _Writer:
                 found.add(b",", max(grade, Grade.MORE))
                 self._open[-1] = top._replace(place=top.place + 1)
                 self.space(b",", b"")
-                self.value(_join([each.item(top.place + 1) for each in top.shapes]))
+                self.value(join([each.item(top.place + 1) for each in top.shapes]))
                 return
             self._end(top, written, grade)
             written, grade = b"", Grade.SURE

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.engine.guess.json_text import At, Foresight, Grade, JsonReader, Style
-from tandem_worker.engine.guess.shapes import Shapes
+from tandem_worker.engine.guess.shapes import Shapes, join
 
 _RUN = 3
 """Bytes by which a text is found that is not due."""
@@ -35,16 +35,23 @@ class Word(NamedTuple):
 
     def begin(self, style: Style) -> JsonReader:
         """A reader of the JSON that follows."""
-        return JsonReader(tuple(shape for value in self.values for shape in value.of(value.root)), style)
+        return JsonReader(join([value.of(value.root) for value in self.values]), style)
 
 
 class Spelling:
     """How a tokenizer writes texts. Shared by all requests."""
 
-    def __init__(self, encode: Callable[[str], Sequence[int]], token_bytes: Callable[[int], bytes]) -> None:
-        """`encode` adds no special tokens. `token_bytes`: the text of a token, empty for one that does not exist."""
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]],
+        token_bytes: Callable[[int], bytes],
+        vocab_size: int | None = None,
+    ) -> None:
+        """`encode` adds no special tokens. `token_bytes`: the text of a token, empty for one that does not exist.
+        `vocab_size`: tokens that the model knows, where its tokenizer may have more; None: all."""
         self.token_bytes = token_bytes
         self._encode = encode
+        self._vocab_size = vocab_size
         self._known: dict[tuple[int, bytes], list[int]] = {}
 
     def write(self, last: int, text: bytes) -> list[int]:
@@ -62,6 +69,8 @@ class Spelling:
         for before in (chr(last) if 0x20 < last < 0x7F else "\n", ""):
             tokens = list(self._encode(before + text))
             if b"".join(map(self.token_bytes, tokens)) != (before + text).encode():
+                continue
+            if self._vocab_size is not None and max(tokens, default=0) >= self._vocab_size:
                 continue
             if not before:
                 return tokens

@@ -9,6 +9,7 @@ prompt and 32 for each of a prediction, shared by its choices, 9 more for each c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from itertools import accumulate
@@ -22,6 +23,8 @@ from tandem_worker.engine.guess.rates import Luck, Rates
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Sequence
 
+logger = logging.getLogger(__name__)
+
 _FEW = 64
 """Tokens of an answer that are learned one by one by a choice that has said them already; more are indexed at once."""
 _MOST_READ = 1 << 12
@@ -30,6 +33,13 @@ without it."""
 _MOST_BEGUN = MOST_TOKENS
 """Tokens of texts that are indexed in a step, or one text of any length: ten milliseconds. Streams beside them wait no
 longer, however many prompts are begun at once; the choices that are left are guessed from a later step on."""
+
+
+_FED = 8
+"""A token that is read one by one costs as much as so many that are indexed."""
+_MOST_MISSED = 48
+"""Tokens of a choice that are learned from together: as many as come in a step whose guesses were all right, and while
+the choice rests and steps run ahead."""
 
 
 class LookupGuesser:
@@ -46,18 +56,40 @@ class LookupGuesser:
         room = _MOST_BEGUN
         for sequence in sequences:
             reader: Reader | None = sequence.guessing
-            if reader is None:
+            missed = 0 if reader is None else reader.count_missed(sequence.output)
+            if reader is None or missed:
                 if room <= 0:
                     continue
-                room -= sequence.num_tokens + len(sequence.request.prediction)
-                reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+                if reader is None:
+                    output = _FED * len(sequence.output)
+                    room -= sequence.num_tokens + len(sequence.request.prediction) + output
+                else:
+                    missed = min(missed, max(1, room // _FED))
+                    room -= _FED * missed
             elif reader.rests(sequence.output):
                 continue
-            reader.learn(sequence.output)
-            guess = reader.guess(most[sequence])
+            try:
+                guess = self._look_at(sequence, reader, most[sequence], missed)
+            except BaseException as error:  # a panic of the tokenizer is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                logger.exception("an answer of %s goes on without guesses, which failed", sequence.request.id)
+                sequence.guessing = Reader([], len(sequence.output), [], self._rates)
+                continue
             if guess is not None:
                 found[sequence] = guess
         return found
+
+    def _look_at(self, sequence: Sequence, reader: Reader | None, most: int, missed: int) -> Guess | None:
+        """`missed`: as many of the tokens that nobody has looked at are to be read now."""
+        if reader is None:
+            reader = sequence.guessing = build_reader(sequence, self._rates, self._history)
+        if missed:
+            reader.read_on(sequence.output, missed)
+            if reader.count_missed(sequence.output):
+                return None
+        reader.learn(sequence.output)
+        return reader.guess(most)
 
     def forget(self, sequence: Sequence) -> None:
         sequence.guessing = None
@@ -134,6 +166,20 @@ class Reader:
             for follower, _ in self._followers:
                 follower.feed(text)
         self._known = len(output)
+
+    def count_missed(self, output: list[int]) -> int:
+        """Tokens that came while nobody asked, as beside prompts that fill every step; 0 where they are few."""
+        behind = len(output) - self._known
+        return behind if behind > _MOST_MISSED else 0
+
+    def read_on(self, output: list[int], count: int) -> None:
+        """Take in so many tokens of the answer without learning of each whether it would have been guessed."""
+        text = self._text
+        for token in output[self._known : self._known + count]:
+            text.append(token)
+            for follower, _ in self._followers:
+                follower.feed(text)
+        self._known += count
 
     def rests(self, output: list[int]) -> bool:
         """Whether to leave the choice alone for some tokens, which are learned together then. A step takes the caches

@@ -7,18 +7,23 @@ schema of any size costs nothing before. What it says is what is likely, not wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 MOST_ALTERNATIVES = 16
 """Shapes that one value may have, the first ones of more."""
+MOST_SHAPES = 128
+"""Shapes that one value may have where it is one of several functions, or is in an object that may be one of several;
+and texts that are looked at of all of them."""
 MOST_TEXTS = 64
 """Texts of an enumeration that are known, the first ones of more."""
 _MOST_TEXT = 256
 """Characters of a name or text that are looked at; longer texts are none of a few."""
 _MOST_HOPS = 8
 """References and alternatives within each other that are followed."""
+_MOST_PARTS = 128
+"""Parts of a schema that are looked at for one value: references may lead to the same ones on any number of ways."""
 _LOOKED_AT = 128
 """Properties behind the one that was due that are looked through for another one."""
 _FEW_SPELLED = 8
@@ -36,37 +41,50 @@ class Shapes:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._known: dict[int, tuple[Shape, ...]] = {}
-        """Keyed by the identity of a part of `root`, which lives as long."""
+        """Keyed by the identity of a part of `root`, which lives as long. Whoever refers to a part has the shapes that
+        all others have."""
 
     def of(self, schema: Any) -> tuple[Shape, ...]:
         """What a value may look like by a part of the schema, likeliest first; nothing where anything may come."""
         known = self._known.get(id(schema))
         if known is None:
-            found: list[Shape] = []
-            self._collect(schema, found, _MOST_HOPS)
-            known = self._known[id(schema)] = tuple(found[:MOST_ALTERNATIVES])
+            known = self._known[id(schema)] = self._collect(schema)
         return known
 
-    def _collect(self, schema: Any, found: list[Shape], hops: int) -> None:
-        if not isinstance(schema, Mapping) or hops <= 0 or len(found) >= MOST_ALTERNATIVES:
-            return
+    def _collect(self, schema: Any) -> tuple[Shape, ...]:
+        found: dict[Shape, None] = {}
+        left, seen = [(schema, _MOST_HOPS)], set[int]()
+        while left and len(found) < MOST_ALTERNATIVES and len(seen) < _MOST_PARTS:
+            part, hops = left.pop()
+            if not isinstance(part, Mapping) or hops <= 0 or id(part) in seen:
+                continue
+            seen.add(id(part))
+            others = self._find_others(part)
+            if others is None:
+                found.update(dict.fromkeys(self._make(part)))
+            else:
+                left += [(other, hops - 1) for other in reversed(others)]
+        return tuple(islice(found, MOST_ALTERNATIVES))
+
+    def _find_others(self, schema: Mapping[str, Any]) -> list[Any] | None:
+        """The parts that a part of the schema leaves it to; None where it says itself what a value is."""
         if isinstance(reference := schema.get("$ref"), str):
-            self._collect(self._resolve(reference), found, hops - 1)
-            return
+            return [self._resolve(reference)]
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
-                for option in options[:MOST_ALTERNATIVES]:
-                    self._collect(option, found, hops - 1)
-                return
+                return options[:MOST_ALTERNATIVES]
         if isinstance(parts := schema.get("allOf"), list) and not isinstance(schema.get("properties"), Mapping):
-            for part in parts[:MOST_ALTERNATIVES]:
-                self._collect(part, found, hops - 1)
-            return
-        kinds = schema.get("type")
-        found.extend(
-            Shape(self, schema, kind if isinstance(kind, str) else _infer(schema))
-            for kind in (kinds[:MOST_ALTERNATIVES] if isinstance(kinds, list) else [kinds])
-        )
+            return parts[:MOST_ALTERNATIVES]
+        return None
+
+    def _make(self, schema: Mapping[str, Any]) -> tuple[Shape, ...]:
+        made = self._known.get(id(schema))
+        if made is None:
+            named = schema.get("type")
+            named = named[:MOST_ALTERNATIVES] if isinstance(named, list) else [named]
+            kinds = dict.fromkeys(kind if isinstance(kind, str) else _infer(schema) for kind in named)
+            made = self._known[id(schema)] = tuple(Shape(self, schema, kind) for kind in kinds)
+        return made
 
     def _resolve(self, reference: str) -> Any:
         """The part of the schema that a local reference points to; None where there is none."""
@@ -78,6 +96,13 @@ class Shapes:
                 return None
             part = part.get(step.replace("~1", "/").replace("~0", "~"))
         return part
+
+
+def join(groups: Sequence[tuple[Shape, ...]]) -> tuple[Shape, ...]:
+    """The shapes of all groups, each once, the first ones of more than a value may have. Without a bound there would be
+    a power of them where alternatives have values of alternatives."""
+    first, *others = groups or ((),)
+    return tuple(islice(dict.fromkeys(chain(first, *others)), MOST_SHAPES)) if others else first
 
 
 def _infer(schema: Mapping[str, Any]) -> str | None:

@@ -66,14 +66,15 @@ class ServedModel:
         """None: the model generates text."""
         self.tokenizer = tokenizer
         self.table = TokenTable(tokenizer)
-        self.spelling = Spelling(partial(_encode, tokenizer.backend_tokenizer), self.table.token_bytes)
+        self.vocab_size = vocab_size or len(tokenizer)
+        """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
+        encode = partial(_encode, tokenizer.backend_tokenizer)
+        self.spelling = Spelling(encode, self.table.token_bytes, self.vocab_size)
         """For guesses: used by the engine's threads."""
         self.guesses = config.speculative.method != "Off"
         """Whether somebody may guess what answers say."""
         self.tools = config.tools
         prompter = Prompter(tokenizer, self.tools)
-        self.vocab_size = vocab_size or len(tokenizer)
-        """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
         self.max_model_len = _context_length(tokenizer, config, max_model_len)
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
         self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()

@@ -42,7 +42,7 @@ LEAST_BYTES = 256 << 10
 MOST_READ = 16 << 10
 """Characters of a grammar whose texts are read beside other requests: a millisecond."""
 MAX_READ = 64
-"""Such grammars whose texts are kept, a MiB each at the most."""
+"""Such grammars whose texts are kept, two MiB each at the most."""
 MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
 REQUEST_SECONDS = 10.0
