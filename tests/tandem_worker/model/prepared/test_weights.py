@@ -324,8 +324,8 @@ store = PreparedStore(Path(sys.argv[1]))
 memory = [bytes([number]) * (1 << 20) for number in range(12)]
 print("ready", flush=True)
 while True:
-    weights = PreparedWeights(store, "weights")
-    weights.begin()
+    weights = PreparedWeights(store, {"plain": "weights"})
+    weights.begin(["plain"])
     for number, value in enumerate(memory):
         found = weights.take(str(number), len(value))
         if found is None:

@@ -95,6 +95,8 @@ def _load(
     told(choice)
     lossless = parts.lossless if choice.form == "lossless" else None
     make_packer = parts.packer if lossless is None else lossless.packer
+    if prepared is not None and make_packer is not None:
+        prepared.settle(choice.form)
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
