@@ -52,7 +52,8 @@ def open_prepared_weights(
     """
     named = {"layout": LAYOUT, "cpu": sorted(flag for flag in cpu_features() if flag.startswith("avx512")), **facts}
     # What chooses the form, caches and quotas among it, differs among workers that hold the same: it is in no name.
-    told = {"plain": named, "lossless": named | {"weights": "Lossless"}}
+    # "Lossless" was the name of copies in which what was quantized stood plain.
+    told = {"plain": named, "lossless": named | {"weights": "12 bits"}}
     names = {form: f"weights-{digest}-{_digest_of(facts)}" for form, facts in told.items()}
     weights = PreparedWeights(store, names)
     weights.begin(forms)
