@@ -39,8 +39,10 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path, prepared: PreparedWeights | None = None, context: ParallelContext | None = None) -> CausalLM:
-    options: dict[str, Any] = {} if context is None else {"context": context}
-    return load_model(path, device=CPU, dtype=torch.bfloat16, backend=BackendName.NATIVE, prepared=prepared, **options)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "backend": BackendName.NATIVE, "weights": "Plain"}
+    if context is not None:
+        options["context"] = context
+    return load_model(path, device=CPU, prepared=prepared, **options)
 
 
 def open_weights(store: PreparedStore, **facts: object) -> PreparedWeights:
