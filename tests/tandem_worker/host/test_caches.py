@@ -49,3 +49,10 @@ def test_a_cpu_without_a_third_level_has_its_second(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_nothing(tmp_path: Path, size: str) -> None:
     tell(tmp_path, 0, (3, size, "0"))
     assert add_caches([0, 1], 2, tmp_path) == 0
+
+
+@pytest.mark.parametrize("shared", ["0-x", "0-1-2", "all", ""])
+def test_a_list_of_cpus_that_cannot_be_read_is_nothing(tmp_path: Path, shared: str) -> None:
+    tell(tmp_path, 0, (3, "32M", shared))
+    tell(tmp_path, 1, (3, "32M", shared))
+    assert add_caches([0, 1], 2, tmp_path) == 0

@@ -10,6 +10,7 @@ import pytest
 from tandem_api.keys import open_ring
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
+from tandem_worker.host import caches
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime
@@ -60,6 +61,29 @@ def test_a_start_finds_the_weights_that_were_prepared(tiny_model: Path, tmp_path
     prepared = run_steps([step for step in every if step.name in needed], progress)["prepared"]
     assert prepared.found
     prepared.finish()
+
+
+@pytest.mark.skipif(native.find_lossless_obstacle() is not None, reason="no kernels of 12 bits here")
+def test_workers_with_other_caches_and_quotas_find_the_copies(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form alone is in a copy's name, not what it was chosen by."""
+
+    def copies(cache_bytes: int) -> dict[str, int]:
+        monkeypatch.setattr(caches, "add_caches", lambda *_: cache_bytes)
+        caches.observe_cache_bytes.cache_clear()
+        run(tiny_model, tmp_path, "weights")
+        return {each.name: each.stat().st_ino for each in (tmp_path / "cache" / ".prepared").glob("weights-*")}
+
+    packed = copies(0)
+    assert len(packed) == 1
+    assert copies(1) == packed
+    both = copies(1 << 40)
+    assert len(both) == 2, "of a model that stays in the caches a plain one"
+    assert both.items() > packed.items()
+    assert copies(2) == copies(1 << 41) == both
+    monkeypatch.undo()
+    caches.observe_cache_bytes.cache_clear()
 
 
 def test_without_weights_nothing_of_them_is_read(tiny_model: Path, tmp_path: Path) -> None:

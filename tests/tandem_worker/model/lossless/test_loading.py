@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tandem_worker.host.errors import StartupError
 from tandem_worker.model import load as loading
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
@@ -26,7 +27,7 @@ from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.split import SplitMatrix
 from tandem_worker.model.checkpoint.stored import Slice, StoredPart
 from tandem_worker.model.contract import CausalLM
-from tandem_worker.model.load import count_matrix_bytes, load_model, open_checkpoint
+from tandem_worker.model.load import load_model
 from tandem_worker.model.lossless import packing
 from tandem_worker.model.lossless.packing import pack
 from tandem_worker.model.lossless.unpacking import verify
@@ -248,9 +249,10 @@ def test_auto_packs_what_no_cache_holds(
     cached: bool, save_random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_family("llama", save_random_model, tmp_path)
-    _, source = open_checkpoint(tmp_path)
-    size, tensors = count_matrix_bytes(source), load_file(tmp_path / "model.safetensors").values()
-    assert size == 2 * sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    size = 2 * sum(tensor.numel() for tensor in tensors.values() if tensor.dim() > 1)
+    tensors["model.layers.0.self_attn.rotary_emb.cos_cached"] = torch.zeros(64, 8)  # which nobody multiplies
+    save_file(tensors, tmp_path / "model.safetensors")
     assert NATIVE.lossless is not None
     lossless = replace(NATIVE.lossless, count_cache_bytes=lambda: size if cached else size - 1)
     monkeypatch.setattr(loading, "find_backend", lambda _: replace(NATIVE, lossless=lossless))
@@ -258,3 +260,16 @@ def test_auto_packs_what_no_cache_holds(
     model = load(tmp_path, BackendName.NATIVE, "Auto", told=told.append)
     assert [choice.form for choice in told] == ["plain" if cached else "lossless"]
     assert ("lossless" in count_matrices(model)) == (not cached)
+
+
+@needs_kernels
+def test_auto_asks_nothing_of_tensors_that_the_model_does_not_take(save_random_model: Any, tmp_path: Path) -> None:
+    """They may be of no layout that is known: what is wrong with them is said in a sentence, as of all others."""
+    save_family("llama", save_random_model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"extra.qweight": torch.zeros(2, 2, 2, dtype=torch.int32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    told = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(StartupError, match=r"extra\.weight"):
+        load(tmp_path, BackendName.NATIVE, "Auto")

@@ -39,8 +39,10 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path, prepared: PreparedWeights | None = None, context: ParallelContext | None = None) -> CausalLM:
-    options: dict[str, Any] = {} if context is None else {"context": context}
-    return load_model(path, device=CPU, dtype=torch.bfloat16, backend=BackendName.NATIVE, prepared=prepared, **options)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "backend": BackendName.NATIVE, "weights": "Plain"}
+    if context is not None:
+        options["context"] = context
+    return load_model(path, device=CPU, prepared=prepared, **options)
 
 
 def open_weights(store: PreparedStore, **facts: object) -> PreparedWeights:
@@ -324,8 +326,8 @@ store = PreparedStore(Path(sys.argv[1]))
 memory = [bytes([number]) * (1 << 20) for number in range(12)]
 print("ready", flush=True)
 while True:
-    weights = PreparedWeights(store, "weights")
-    weights.begin()
+    weights = PreparedWeights(store, {"plain": "weights"})
+    weights.begin(["plain"])
     for number, value in enumerate(memory):
         found = weights.take(str(number), len(value))
         if found is None:

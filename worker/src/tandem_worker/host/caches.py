@@ -23,7 +23,7 @@ def observe_cache_bytes() -> int:
 
 def add_caches(cpus: Iterable[int], num_threads: int, devices: Path = Path("/sys/devices/system/cpu")) -> int:
     """Bytes of the largest `num_threads` last-level caches that `cpus` have, of which neighbours share one."""
-    sizes: dict[str, int] = {}
+    sizes: list[int] = []
     seen: set[int] = set()
     for cpu in cpus:
         if cpu in seen:
@@ -31,21 +31,23 @@ def add_caches(cpus: Iterable[int], num_threads: int, devices: Path = Path("/sys
         told = _read_last(devices / f"cpu{cpu}" / "cache")
         if told is not None:
             shared, size = told
-            sizes[shared] = size
-            seen |= _parse_cpus(shared)
-    return sum(sorted(sizes.values(), reverse=True)[:num_threads])
+            sizes.append(size)
+            seen |= shared
+    return sum(sorted(sizes, reverse=True)[:num_threads])
 
 
-def _read_last(folder: Path) -> tuple[str, int] | None:
+def _read_last(folder: Path) -> tuple[set[int], int] | None:
     """The CPUs that share the cache next to memory, and its bytes; None where the kernel does not tell."""
-    found: list[tuple[int, str, int]] = []
+    found: list[tuple[int, int, str]] = []
     try:
         for index in folder.glob("index[0-9]*"):
             level, size, shared = ((index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
-            found.append((int(level), shared, int(size[:-1]) * _UNITS[size[-1]]))
+            found.append((int(level), int(size[:-1]) * _UNITS[size[-1]], shared))
+        num_bytes, sharing = max(found)[1:]
+        cpus = _parse_cpus(sharing)
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    return max(found)[1:] if found else None
+    return (cpus, num_bytes) if cpus else None
 
 
 def _parse_cpus(text: str) -> set[int]:

@@ -40,12 +40,13 @@ def settle_output_matrix(config: ModelConfig, source: WeightSource, prefix: str)
     return replace(config, tie_word_embeddings=tied)
 
 
-def check_coverage(config: ModelConfig, family: Family, source: WeightSource, prefix: str) -> None:
-    """Raises StartupError for a tensor that is missing or of another shape, and for those that nothing takes."""
+def check_coverage(config: ModelConfig, family: Family, source: WeightSource, prefix: str) -> set[str]:
+    """The tensors that the whole model takes. Raises StartupError for one that is missing or of another shape, and for
+    those that nothing takes."""
     taken = find_taken(source, prefix, lambda build: family.load(config, build))
     unused = find_unused(config, family, source, taken, prefix)
     if not unused:
-        return
+        return taken
     shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
     raise StartupError(
         "UnusedWeights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,14 +90,16 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    asks = weights == "Auto" and parts.lossless is not None
-    choice = choose_weights(parts, chosen, weights, rows, count_matrix_bytes(source) if asks else None)
-    told(choice)
-    lossless = parts.lossless if choice.form == "lossless" else None
-    make_packer = parts.packer if lossless is None else lossless.packer
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
-        check_coverage(config, family, source, prefix)
+        taken = check_coverage(config, family, source, prefix)
+        asks = weights == "Auto" and parts.lossless is not None
+        choice = choose_weights(parts, chosen, weights, rows, count_matrix_bytes(source, taken) if asks else None)
+        told(choice)
+        lossless = parts.lossless if choice.form == "lossless" else None
+        make_packer = parts.packer if lossless is None else lossless.packer
+        if prepared is not None and make_packer is not None:
+            prepared.settle(choice.form)
         loader = WeightLoader(
             source,
             dtype=chosen,
@@ -126,9 +128,9 @@ def _load(
     return model
 
 
-def count_matrix_bytes(source: WeightSource) -> int:
-    """Bytes of all matrices of a checkpoint in bfloat16, whatever it has them in."""
-    shapes = (source.shape(name) for name in source.names())
+def count_matrix_bytes(source: WeightSource, names: Iterable[str]) -> int:
+    """Bytes of the matrices among those tensors in bfloat16, whatever the checkpoint has them in."""
+    shapes = map(source.shape, names)
     return 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from tandem_api.launch import SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.host.caches import observe_cache_bytes
 from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
-from tandem_worker.model.backends.form import CPU_RATIOS, choose_measured, rows_of
+from tandem_worker.model.backends.form import CPU_RATIOS, list_forms, rows_of
 from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals, join_transports
 from tandem_worker.process.graph import Step, run_steps
@@ -221,11 +220,8 @@ class _Start:
 
         share = None if seat is None else seat.context.share
         facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
-        if self._config.weights == "Lossless":
-            facts["weights"] = self._config.weights
-        elif self._config.weights == "Auto" and choose_measured(rows_of(self._config), CPU_RATIOS).form == "lossless":
-            facts["weights"] = f"12 bits beyond {observe_cache_bytes()} bytes"
-        return open_prepared_weights(self._store, digest, facts)
+        forms = list_forms(self._config.weights, rows_of(self._config), CPU_RATIOS)
+        return open_prepared_weights(self._store, digest, facts, forms)
 
     def _load_tokenizer(self, path: Path) -> Any:
         from tandem_worker.model.tokenizer import load_tokenizer

@@ -15,6 +15,7 @@ from tandem_worker.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.stored import PackedWeight
 
 
 def expert_share(num_experts: int, context: ParallelContext) -> range:
@@ -113,7 +114,7 @@ class _StackedReader:
         *,
         inputs: Slice | None = None,
         outputs: torch.Tensor | None = None,
-    ) -> Weight:
+    ) -> Weight | PackedWeight:
         """The expert's `[outputs, inputs]` from what is stored the other way round; None takes all."""
         packed = self._loader.packed(self._part(name, num_inputs, num_outputs))
         if packed is not None:
@@ -123,10 +124,19 @@ class _StackedReader:
             cut = narrow(packed if outputs is None else select_rows(packed, outputs), part)
             if cut is not None:
                 return self._loader.move(cut)
-        weight = self.read(name, num_inputs, num_outputs)
-        if inputs is not None:
-            weight = weight[inputs.start : inputs.stop]
-        return self._loader.place((weight if outputs is None else weight[:, outputs]).t())
+
+        def read() -> torch.Tensor:
+            weight = self.read(name, num_inputs, num_outputs)
+            if inputs is not None:
+                weight = weight[inputs.start : inputs.stop]
+            return self._loader.place((weight if outputs is None else weight[:, outputs]).t())
+
+        taken = slice(0, num_inputs) if inputs is None else slice(inputs.start, inputs.stop)
+        num_taken = num_outputs if outputs is None else len(outputs)
+        first = 0 if outputs is None else int(outputs[0])
+        key = f"expert {self._prefix}{name}[{self._piece.start}][{taken.start}:{taken.stop}][{first}+{num_taken}]"
+        made = self._loader.pack_plain(key, (num_taken, taken.stop - taken.start), read)
+        return read() if made is None else made
 
     def _part(self, name: str, *shape: int) -> Part:
         return Part(name=f"{self._prefix}{name}", shape=(self._num_experts, *shape), piece=self._piece)

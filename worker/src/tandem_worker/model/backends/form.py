@@ -41,9 +41,12 @@ def rows_of(config: WorkerConfig) -> Rows:
             return Rows(1, max(limits.max_running_requests, limits.max_batch_tokens))
 
 
+Form = Literal["plain", "lossless"]
+
+
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    form: Literal["plain", "lossless"]
+    form: Form
     why: str
     """As a part of a sentence."""
 
@@ -89,6 +92,13 @@ def choose_form(
     if footprint is not None and footprint.is_cached:
         return FormChoice("plain", "the model stays in the processor's caches, where 12 bits gain nothing")
     return choose_measured(rows, ratios)
+
+
+def list_forms(asked: WeightsForm, rows: Rows, ratios: Mapping[int, float]) -> tuple[Form, ...]:
+    """What `asked` may come to, the likeliest first, before anything is known of the model and of the processor."""
+    if asked == "Auto" and choose_measured(rows, ratios).form == "lossless":
+        return "lossless", "plain"
+    return ("lossless",) if asked == "Lossless" else ("plain",)
 
 
 def choose_measured(rows: Rows, ratios: Mapping[int, float]) -> FormChoice:

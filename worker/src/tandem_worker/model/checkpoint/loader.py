@@ -137,9 +137,8 @@ class WeightLoader:
 
         `stacked`: others come on top of it, and `shrink` takes all of them.
         """
-        packer, stored = self._packer, self._stored(parts)
+        packer, stored, shape = self._packer, self._stored(parts), _stacked_shape(parts)
         if packer is not None and stored is not None:
-            shape = _stacked_shape(parts)
             made = self._pack(_key("packed", parts), shape, lambda: packer.pack(stored))
             if made is not None:
                 return made
@@ -151,6 +150,9 @@ class WeightLoader:
             self.forms["plain" if packed is None else type(packed).__name__] += 1
         if packed is not None:
             return self.move(packed)
+        made = self.pack_plain(_key("widened", parts), shape, lambda: self._stack(parts, shape, self.dtype))
+        if made is not None:
+            return made
         plain = self.stack(parts)
         return plain if stacked else self.shrink(plain)
 
@@ -175,6 +177,14 @@ class WeightLoader:
             return self.shrink(weight)
         made = self._pack(f"laid out {name}", tuple(weight.shape), lambda: packer.lay_out(weight))
         return weight if made is None else made
+
+    def pack_plain(self, key: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor]) -> PackedWeight | None:
+        """The plain matrix of that shape `[N, K]` that `read` makes, as of a quantized one, in 12 bits a weight; None
+        where matrices are not kept so in host memory. `key` says everything that decides it."""
+        packer = self._packer
+        if packer is None or not packer.lossless or self.dtype != torch.bfloat16:
+            return None
+        return self._pack(key, shape, lambda: packer.lay_out(read()))
 
     def _stored(self, parts: Sequence[Part]) -> list[StoredPart] | None:
         """Parts as they lie in the checkpoint, where kernels may take all of them from there."""

@@ -20,7 +20,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_hexdigest
@@ -40,17 +40,28 @@ _LONGEST_LIST = 256 << 20
 _NICE = 19
 
 
-def open_prepared_weights(store: PreparedStore, digest: str, facts: Mapping[str, object]) -> PreparedWeights:
+def open_prepared_weights(
+    store: PreparedStore, digest: str, facts: Mapping[str, object], forms: Sequence[str] = ("plain",)
+) -> PreparedWeights:
     """The weights of the model that `digest` names, being read in the background from now on where there is a copy.
 
     `facts` are what else decides the tensors, as JSON has it: the element type that is configured and this rank's
-    share. A copy that does not fit all the same is seen by its keys. Needs no torch and returns within milliseconds.
+    share. `forms` are those that matrices may have here, `plain` or `lossless`, the likeliest first: the first that has
+    a copy is read until `settle` says which it is. A copy that does not fit all the same is seen by its keys. Needs no
+    torch and returns within milliseconds.
     """
     named = {"layout": LAYOUT, "cpu": sorted(flag for flag in cpu_features() if flag.startswith("avx512")), **facts}
-    name = f"weights-{digest}-{xxh3_64_hexdigest(json.dumps(named, sort_keys=True).encode())}"
-    weights = PreparedWeights(store, name)
-    weights.begin()
+    # What chooses the form, caches and quotas among it, differs among workers that hold the same: it is in no name.
+    # "Lossless" was the name of copies in which what was quantized stood plain.
+    told = {"plain": named, "lossless": named | {"weights": "12 bits"}}
+    names = {form: f"weights-{digest}-{_digest_of(facts)}" for form, facts in told.items()}
+    weights = PreparedWeights(store, names)
+    weights.begin(forms)
     return weights
+
+
+def _digest_of(facts: Mapping[str, object]) -> str:
+    return xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +78,40 @@ class PreparedWeights:
     """What one start hands out. `take` and `put` are the loader's, on one thread; `save` is called when all is loaded,
     on any thread."""
 
-    def __init__(self, store: PreparedStore, name: str) -> None:
-        self.name = name
+    def __init__(self, store: PreparedStore, names: Mapping[str, str]) -> None:
+        """`names` are those of copies, by the form of the matrices in them."""
         self._store = store
+        self._names = dict(names)
+        self.name = next(iter(self._names.values()))
         self._reading: Reading | None = None
         self._list: list[tuple[str, int, int]] | None = None
         self._tensors: list[_Tensor] = []
         self._missed = False
         """Whether something was handed out that no copy held."""
 
-    def begin(self) -> None:
-        """Read the copy, where there is one and kernels that multiply it."""
-        library = open_library()
-        entry = None if library is None else self._store.open(self.name)
-        if library is None or entry is None:
+    def begin(self, forms: Sequence[str]) -> None:
+        """Read the first copy that there is of `forms`, where kernels multiply it."""
+        self.name, library = self._names[forms[0]], open_library()
+        if library is None:
             return
-        try:
-            self._reading = Reading(library, entry)
-        except OSError as error:
-            entry.close()
-            logger.warning("there is no memory for the prepared weights: %s", error)
+        for form in forms:
+            entry = self._store.open(self._names[form])
+            if entry is None:
+                continue
+            self.name = self._names[form]
+            try:
+                self._reading = Reading(library, entry)
+            except OSError as error:
+                entry.close()
+                logger.warning("there is no memory for the prepared weights: %s", error)
+            return
+
+    def settle(self, form: str) -> None:
+        """Matrices are of that form, before anything is taken or put: the copy is read again where it is another."""
+        if self._names[form] != self.name:
+            self.finish()
+            self.name = self._names[form]
+            self.begin([form])
 
     @property
     def found(self) -> bool:
