@@ -21,7 +21,7 @@ __all__ = ("loopback_alone", "module_on_loopback_alone", "pytest_addoption", "py
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("gate", settings.get_profile("tandem"), derandomize=True, max_examples=50)
+settings.register_profile("gate", settings.get_profile("tandem"), derandomize=True, max_examples=30)
 """The same examples in every run: a change is not refused for what chance finds elsewhere. The full run draws anew."""
 
 _shared: list[SharedForker] = []

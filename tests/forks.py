@@ -5,11 +5,13 @@ pytest-xdist's processes import everything each: of four, every one took 15 seco
 A process takes one file after another, in the order of the collection, so that fixtures of a module are built once; it
 asks for the next file before the last test of the one at hand, and says what its tests report. This process, which ran
 no test itself, reports that as if it had. A process that ends in a test fails this test, and another one, forked from
-here, takes what it has left.
+here, takes what it has left. A run in which a test was not heard to its end fails, whatever the others say.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -24,10 +26,13 @@ from typing import Any
 import pytest
 from _pytest.config import create_terminal_writer  # public names do not reach what a forked process has to replace
 from _pytest.reports import TestReport
+from pytest_timeout import _get_item_settings
 
 from tests import leftovers
 
 ENDING_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 _forked = threading.Event()
 
 
@@ -44,6 +49,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise pytest.UsageError(f"a fork would lose threads that a test module started when it was imported: {names}")
+    for name in ("usepdb", "trace", "numprocesses"):
+        if session.config.getoption(name, None):
+            raise pytest.UsageError(f"--forks with {name}: several processes can share neither a debugger nor xdist's")
+    if count < 0:
+        raise pytest.UsageError(f"--forks {count}: write how many processes share the tests")
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     assert terminal is not None
     terminal.showfspath = False
@@ -67,7 +77,22 @@ class _Process:
         """Tests that it has been given and not finished, by their place in the collection."""
         self.running = False
         """The first of them has begun."""
+        self.began_any = False
         self.ended = False
+        """It said that it would."""
+        self.status: int | None = None
+        self.heard = time.monotonic()
+        """When it last said something."""
+        self.silence = 0.0
+        """Seconds after which it hangs: where a test's own timeout could not end it. 0 is none."""
+        self.hung = ""
+        """What is to be said of that."""
+
+    def has_ended(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
 
 
 class Sharing:
@@ -79,6 +104,9 @@ class Sharing:
         for index, item in enumerate(session.items):
             files.setdefault(item.nodeid.partition("::")[0], []).append(index)
         self._files = deque(files.values())
+        self._unheard = set(range(len(session.items)))
+        """Tests that no process has finished, nor ended in."""
+        self._looked = time.monotonic()
         self._processes: dict[Connection, _Process] = {}
 
     def share(self, count: int) -> Connection | None:
@@ -88,30 +116,58 @@ class Sharing:
                 if (link := self._fork(number)) is not None:
                     return link
             while self._processes:
-                for link in wait(list(self._processes)):
-                    process = self._processes[link]  # type: ignore[index]
-                    try:
-                        told = process.link.recv()
-                    except (EOFError, ConnectionResetError):
-                        told = None
-                    if told is not None:
-                        self._hear(process, *told)
-                    elif (link := self._bury(process)) is not None:
-                        return link
+                if (link := self._listen()) is not None:
+                    return link
         finally:
             self._interrupt()
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
+        if self._unheard:
+            names = [self._session.items[index].nodeid for index in sorted(self._unheard)]
+            raise RuntimeError(f"{len(names)} of {len(self._session.items)} tests did not end: {', '.join(names[:5])}")
         return None
+
+    def _listen(self) -> Connection | None:
+        """Hear what they say. As `share`, where another one is forked for one that has ended.
+
+        What a test has forked may hold the other end of a link: that a process has ended is looked for, too."""
+        said = [self._processes[link] for link in wait(list(self._processes), LOOK_SECONDS)]  # type: ignore[index]
+        hung_up = [process for process in said if not self._hear_next(process)]
+        if not hung_up and time.monotonic() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        for process in list(self._processes.values()):
+            if process.has_ended():
+                while process.link.poll() and self._hear_next(process):
+                    pass
+                if (link := self._bury(process)) is not None:
+                    return link
+            elif process.silence and time.monotonic() - process.heard > process.silence:
+                process.heard, process.hung = time.monotonic(), f" after {process.silence:.0f} silent seconds"
+                os.kill(process.pid, signal.SIGABRT)  # with which Python tells where it hangs
+            elif process in hung_up:
+                time.sleep(0.01)  # it is about to end
+        return None
+
+    def _hear_next(self, process: _Process) -> bool:
+        """Whether there was anything left to hear."""
+        try:
+            told = process.link.recv()
+        except (EOFError, OSError):  # the latter where it ended within a word
+            return False
+        process.heard = time.monotonic()
+        self._hear(process, *told)
+        return True
 
     def _interrupt(self) -> None:
         """End those that still run, where this process fails: their tests may end what they have started."""
-        for process in self._processes.values():
+        running = [process for process in self._processes.values() if not process.has_ended()]
+        for process in running:
             os.kill(process.pid, signal.SIGINT)
         deadline = time.monotonic() + ENDING_SECONDS
-        for process in self._processes.values():
+        for process in running:
             process.link.close()
-            while os.waitpid(process.pid, os.WNOHANG) == (0, 0):
+            while not process.has_ended():
                 if time.monotonic() > deadline:
                     os.kill(process.pid, signal.SIGKILL)
                 time.sleep(0.05)
@@ -120,6 +176,7 @@ class Sharing:
         ours, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         if pid := os.fork():
             theirs.close()
             self._processes[ours] = _Process(number, pid, ours)
@@ -128,6 +185,7 @@ class Sharing:
             process.link.close()
         self._processes.clear()
         ours.close()
+        _end_with(parent)
         _forked.set()
         os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"  # by which tests of several processes keep apart
         return theirs
@@ -136,13 +194,20 @@ class Sharing:
         if kind == "next":
             indices = self._files.popleft() if self._files and not self._session.shouldfail else []
             process.left.extend(indices)
-            process.link.send(indices)
+            with contextlib.suppress(OSError):  # it has ended since
+                process.link.send(indices)
         elif kind == "start":
-            process.running = True
+            item = self._session.items[process.left[0]]
+            if item.nodeid != told[0]:
+                raise RuntimeError(f"process {process.number} was given {item.nodeid} and runs {told[0]}")
+            process.running = process.began_any = True
+            process.silence = 2 * _timeout(item)
             self._hook.pytest_runtest_logstart(nodeid=told[0], location=told[1])
         elif kind == "report":
             report = self._hook.pytest_report_from_serializable(config=self._session.config, data=told[0])
             self._hook.pytest_runtest_logreport(report=report)
+            if report.when == "teardown":
+                self._unheard.discard(process.left[0])
         elif kind == "finish":
             process.left.popleft()
             process.running = False
@@ -164,26 +229,45 @@ class Sharing:
         """It has ended. As `share`, where another one is forked for what it has left."""
         del self._processes[process.link]
         process.link.close()
-        status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         if process.ended:
             return None
+        if not process.began_any:  # as would any other
+            raise RuntimeError(f"process {process.number} ended with status {process.status} before its first test")
         items = self._session.items
         item = items[process.left[0]] if process.left else items[-1]
         what = "in this test" if process.running else "beside its tests"
-        sentence = f"process {process.number} ended with status {status} {what}"
+        sentence = f"process {process.number} ended with status {process.status} {what}{process.hung}"
         report = TestReport(item.nodeid, item.location, {}, "failed", sentence, "call")
         self._hook.pytest_runtest_logreport(report=report)
         if process.running:
-            process.left.popleft()
+            self._unheard.discard(process.left.popleft())
         if process.left:
             self._files.appendleft(list(process.left))
         return self._fork(process.number) if self._files and not self._session.shouldfail else None
 
 
+def _timeout(item: pytest.Item) -> float:
+    """Seconds after which pytest-timeout ends a test; 0 without."""
+    return (_get_item_settings(item).timeout or 0.0) if item.config.pluginmanager.has_plugin("timeout") else 0.0
+
+
+def _end_with(parent: int) -> None:
+    """In a forked process: it is interrupted when the first one ends, however that does, and never twice, because
+    fixtures end what they have started meanwhile: Ctrl-C reaches both, and the first one sends what it gets."""
+    signal.signal(signal.SIGINT, _interrupt_once)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _interrupt_once(*_: object) -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)
+    raise KeyboardInterrupt
+
+
 def _work(session: pytest.Session, link: Connection) -> None:
     """In a forked process: run what is given until nothing is."""
     config = session.config
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     leftovers.forget()
     _keep_outputs_apart(config)
     config.workeroutput = {}  # type: ignore[attr-defined]
@@ -251,5 +335,6 @@ class _Telling:
     def pytest_sessionfinish(self) -> Iterator[None]:
         """Nothing of this process is needed any more: what the first one registered for its end is not run twice."""
         yield
-        self._link.send(("end", self._config.workeroutput["leftovers"]))  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):  # whoever does not hear it, knows that this one did not end well
+            self._link.send(("end", self._config.workeroutput["leftovers"]))  # type: ignore[attr-defined]
         os._exit(0)

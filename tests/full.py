@@ -33,6 +33,42 @@ FULL: dict[str, str] = {
         for shape in ("1-1", "1-3", "2-4", "3-2")
         if shape != kept
     },
+    "tests/bench/test_routing.py::test_one_gateway_computes_no_system_prompt_everywhere":
+        "2 s: a figure of the benchmark; that four gateways hit as one does stays",
+    "tests/tandem_sim/test_capacity.py::test_the_planner_is_economical_under_steady_load[2]":
+        "1 s: the same under another seed",
+    **{
+        f"tests/tandem_worker/engine/test_head.py::test_guesses_are_those_of_an_independent_reference[{kind}]":
+            "1 s in three: where a name, a key or a layer stands in a checkpoint; reading it is tested by itself, and"
+            " each way to compute stays"
+        for kind in ("layers.0", "own embedding", "other layers", "another base", "speculators")
+    },
+    **{
+        f"tests/tandem_worker/engine/test_speculation.py::test_all_kinds_at_once_with_room_and_without[{case}]":
+            "1 s in two: every two of room, memory of the host and restraint stay, all three together go"
+        for case in ("False-0-200", "False-30-40", "True-0-40", "True-30-200")
+    },
+    **{
+        f"tests/tandem_worker/engine/execute/test_host_pool.py::test_answers_under_pressure_are_those_without_it[{case}]":
+            "1 s in two: each amount of memory stays, with steps that run ahead or without"
+        for case in ("1-False", "12-True", "200-False")
+    },
+    **{
+        "tests/tandem_worker/engine/test_pd_equals_unified.py::"
+        f"test_tokens_equal_those_of_one_engine_and_of_transformers[{family}]":
+            f"1 s in two: its blocks are those of {other}, which stays"
+        for family, other in (("smollm2", "llama3"), ("kimi-k2", "deepseek-v3"))
+    },
+    "tests/tandem_worker/model/backends/test_rows.py::test_rows_have_the_same_bits_however_they_come[qwen3]":
+        "1 s in three: gpt_oss has its window",
+    "tests/tandem_worker/model/backends/test_rows.py::test_rows_that_are_checked_have_the_bits_of_decoded_ones[qwen3]":
+        "1 s in two: as the one above",
+    "tests/tandem_worker/model/test_weighing.py::test_a_real_model_has_the_bytes_of_its_parameters":
+        "1 s: small models of every family are weighed",
+    "tests/tandem_worker/group/test_group_heads.py::test_ranks_guess_what_one_process_guesses[TP2]":
+        "3 s of three processes: under TP2 a model's own module guesses, and under PP2 a head",
+    "tests/tandem_worker/kernels/on_device/test_split_byte.py::test_experts[False":
+        "1 s in the interpreter: with a map of experts it stays",
     "tests/tandem_sim/test_cli.py::test_it_finds_the_smallest_fleet_that_attains":
         "4 s: the search is tested by itself in test_capacity.py",
     "tests/bench/test_baselines.py::test_in_the_simulator_it_follows_a_jump_and_comes_back":
@@ -75,6 +111,8 @@ FULL: dict[str, str] = {
     "tests/tandem_worker/model/tokenization/test_gguf.py::test_files_that_contradict_themselves[changes4]":
         "3 s of a process that imports transformers: that what it cannot convert ends a start in words is shown of a"
         " folder (test_conversion.py)",
+    "tests/tandem_worker/model/test_tokenizer.py::test_folder_without_a_tokenizer":
+        "1 s of a process that imports transformers: another folder that is no tokenizer stays (test_conversion.py)",
     "tests/tandem_worker/process/test_telemetry.py::test_the_velocity_is_that_of_busy_time_and_survives_idle_time":
         "20 s of a worker under load: the engine's own tests of its velocity stay",
     "tests/tandem_worker/process/test_watchdog.py::test_a_step_timeout_of_zero_lets_steps_hang":

@@ -43,7 +43,7 @@ async def test_streams_outlive_their_workers(forker: Forker) -> None:
         await run.run(len(run.requests), len(run.requests))
         assert not resumes, "nothing happened yet"
         fleet.set_share(0.7)
-        await run.run(4 * len(run.requests), 2 * len(run.requests))
+        await run.run(2 * len(run.requests), 2 * len(run.requests))
         fleet.set_share(0.0)
         assert sum(cutter.cuts for cutter in fleet.cutters.values()) > 10
         assert resumes["reset"] > 10

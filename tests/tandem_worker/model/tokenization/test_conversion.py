@@ -44,6 +44,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_conversion_is_made_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pack(Tokenizer(specimens.byte_fallback(), SETTINGS))
+    monkeypatch.setattr(conversion, "_run", lambda *_: whole)
     kept = Kept()
     first = load_tokenizer(checkpoint, kept)
     assert [name.partition("-")[0] for name in kept] == ["tokenizer"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.tokenization.conversion import adopt
+from tandem_worker.model.tokenization import conversion
+from tandem_worker.model.tokenization.conversion import adopt, pack
 from tandem_worker.model.tokenization.gguf import SPLITS, build_tokenizer, read_metadata
 from tandem_worker.model.tokenizer import load_tokenizer
 
@@ -123,12 +123,19 @@ def test_sentencepiece_is_converted(tmp_path: Path) -> None:
     assert_same(load_tokenizer(path), oracle(path))
 
 
-def test_transformers_decides_about_files_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transformers_decides_about_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has loaded it anyway; the test above starts the other one."""
     path = write_gguf(tmp_path / "m.gguf", metadata())
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 77}')
-    with caplog.at_level(logging.INFO):
-        ours = load_tokenizer(path)
-    assert "transformers converts" in caplog.text
+    asked: list[tuple[Path, Path | None]] = []
+
+    def convert_here(folder: Path, gguf: Path | None) -> bytes:
+        asked.append((folder, gguf))
+        return pack(adopt(oracle(path)))
+
+    monkeypatch.setattr(conversion, "_run", convert_here)
+    ours = load_tokenizer(path)
+    assert asked == [(tmp_path, path)]
     assert_same(ours, oracle(path))
 
 

@@ -108,7 +108,7 @@ CALLS = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(calls=CALLS, points=st.lists(st.integers(0, 2000), max_size=40), thought=st.none() | st.text(max_size=20))
 def test_any_cut_gives_the_same(
     name: str, calls: list[tuple[str, str]], points: list[int], thought: str | None
@@ -127,7 +127,7 @@ def test_any_cut_gives_the_same(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_cut_of_broken_output_gives_the_same(name: str, data: st.DataObject) -> None:
     new, write = FORMATS[name]

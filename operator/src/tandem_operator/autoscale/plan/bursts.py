@@ -7,7 +7,7 @@ lasts for `LONGEST_SECONDS` is no burst: it is what demand is now.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -67,26 +67,26 @@ class Passing:
 def find_bursts(points: Sequence[Point]) -> tuple[list[Burst], float]:
     """The oldest first, of which the last one may not be over; and until when requests are counted."""
     found: list[Burst] = []
-    calm: deque[tuple[float, float]] = deque()
+    calm = _Calm()
     begin, base = None, 0.0
     seconds = count = end = 0.0
     for start, end, more in _bins(points):
         passed = end - start
         rate = more / passed
         if begin is None:
-            base = _rate(calm)
-            if _rises(more, base * passed, calm):
+            base = calm.rate
+            if calm.rises(more, base * passed):
                 begin, seconds, count = start, passed, more
             else:
-                _add(calm, passed, more)
+                calm.add(passed, more)
         elif rate < (base + count / seconds) / 2:
             found.append(Burst(begin=begin, end=start, growth=count / seconds - base))
             begin = None
-            _add(calm, passed, more)
+            calm.add(passed, more)
         elif seconds + passed > LONGEST_SECONDS:
             begin = None
-            calm.clear()
-            _add(calm, passed, more)
+            calm = _Calm()
+            calm.add(passed, more)
         else:
             seconds, count = seconds + passed, count + more
     if begin is not None:
@@ -125,18 +125,26 @@ def _bins(points: Sequence[Point]) -> Iterator[tuple[float, float, float]]:
             at, total = end, until
 
 
-def _add(calm: deque[tuple[float, float]], seconds: float, count: float) -> None:
-    calm.append((seconds, count))
-    while sum(passed for passed, _ in calm) - calm[0][0] >= CALM_SECONDS:
-        calm.popleft()
+class _Calm:
+    """What came in the last `CALM_SECONDS` that belong to no burst."""
 
+    def __init__(self) -> None:
+        self._bins: deque[tuple[float, float]] = deque()
+        self._seconds = self._count = 0.0
 
-def _rate(calm: Collection[tuple[float, float]]) -> float:
-    passed = sum(seconds for seconds, _ in calm)
-    return sum(count for _, count in calm) / passed if passed else 0.0
+    @property
+    def rate(self) -> float:
+        return self._count / self._seconds if self._bins else 0.0
 
+    def add(self, seconds: float, count: float) -> None:
+        self._bins.append((seconds, count))
+        self._seconds, self._count = self._seconds + seconds, self._count + count
+        while self._seconds - self._bins[0][0] >= CALM_SECONDS:
+            seconds, count = self._bins.popleft()
+            self._seconds, self._count = self._seconds - seconds, self._count - count
 
-def _rises(count: float, expected: float, calm: Collection[tuple[float, float]]) -> bool:
-    if sum(seconds for seconds, _ in calm) < LEAST_CALM_SECONDS or count < RISE_SHARE * expected:
-        return False
-    return 2 * (sqrt(count) - sqrt(expected)) >= RISE_DEVIATIONS
+    def rises(self, count: float, expected: float) -> bool:
+        """Whether it is far more than was to be expected."""
+        if self._seconds < LEAST_CALM_SECONDS or count < RISE_SHARE * expected:
+            return False
+        return 2 * (sqrt(count) - sqrt(expected)) >= RISE_DEVIATIONS
