@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +51,13 @@ LONG = (
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Modules and tests are millions of objects, and torch and transformers are most of them. They stay until the end,
-    and a collector that looks at them again and again, during imports and in every test, finds nothing to free."""
+    and a collector that looks at them again and again, during imports and in every test, finds nothing to free.
+
+    Of a whole run it is known that workers will be forked: another core imports what from, meanwhile."""
+    if _is_shared(session) and any(Path(each).resolve() == Path(__file__).parent for each in session.config.args):
+        _shared.append(SharedForker())
     gc.disable()
     try:
         return (yield)
@@ -71,9 +76,15 @@ def forker() -> Iterator[Forker]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What processes that are forked here will fork workers from, is imported once for all of them."""
-    is_shared = session.config.getoption("forks") and not session.config.option.collectonly
-    if is_shared and any("forker" in getattr(item, "fixturenames", ()) for item in session.items):
+    is_asked_for = any("forker" in getattr(item, "fixturenames", ()) for item in session.items)
+    if _is_shared(session) and is_asked_for and not _shared:
         _shared.append(SharedForker())
+    while _shared and not is_asked_for:
+        _shared.pop().close()
+
+
+def _is_shared(session: pytest.Session) -> bool:
+    return bool(session.config.getoption("forks")) and not session.config.option.collectonly
 
 
 def pytest_configure(config: pytest.Config) -> None:

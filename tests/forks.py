@@ -32,6 +32,8 @@ from tests import leftovers
 
 ENDING_SECONDS = 30.0
 LOOK_SECONDS = 1.0
+ALONE = {"usepdb": "--pdb", "trace": "--trace", "stepwise": "--stepwise", "numprocesses": "-n"}
+"""Options that one process can follow, or pytest-xdist's."""
 _PR_SET_PDEATHSIG = 1
 _forked = threading.Event()
 
@@ -46,14 +48,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count = session.config.getoption("forks")
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
+    for name, option in ALONE.items():
+        if session.config.getoption(name, None):
+            raise pytest.UsageError(f"--forks and {option} exclude each other: leave one of them out")
+    if count < 0:
+        raise pytest.UsageError(f"--forks {count}: write how many processes share the tests")
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise pytest.UsageError(f"a fork would lose threads that a test module started when it was imported: {names}")
-    for name in ("usepdb", "trace", "numprocesses"):
-        if session.config.getoption(name, None):
-            raise pytest.UsageError(f"--forks with {name}: several processes can share neither a debugger nor xdist's")
-    if count < 0:
-        raise pytest.UsageError(f"--forks {count}: write how many processes share the tests")
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     assert terminal is not None
     terminal.showfspath = False

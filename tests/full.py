@@ -33,6 +33,8 @@ FULL: dict[str, str] = {
         for shape in ("1-1", "1-3", "2-4", "3-2")
         if shape != kept
     },
+    "tests/bench/test_routing.py::test_four_gateways_hit_as_one_does[True-False-0.03]":
+        "1 s in two: with all that gateways tell each other, and with nothing of it, it stays",
     "tests/bench/test_routing.py::test_one_gateway_computes_no_system_prompt_everywhere":
         "2 s: a figure of the benchmark; that four gateways hit as one does stays",
     "tests/tandem_sim/test_capacity.py::test_the_planner_is_economical_under_steady_load[2]":
@@ -65,6 +67,8 @@ FULL: dict[str, str] = {
         "1 s in two: as the one above",
     "tests/tandem_worker/model/test_weighing.py::test_a_real_model_has_the_bytes_of_its_parameters":
         "1 s: small models of every family are weighed",
+    "tests/tandem_worker/transfer/test_groups.py::test_every_rank_gets_its_share_through_mooncake[TP2-TP4]":
+        "1 s: from two ranks to two others stays; which share is whose does not depend on the transport",
     "tests/tandem_worker/group/test_group_heads.py::test_ranks_guess_what_one_process_guesses[TP2]":
         "3 s of three processes: under TP2 a model's own module guesses, and under PP2 a head",
     "tests/tandem_worker/kernels/on_device/test_split_byte.py::test_experts[False":
@@ -103,6 +107,17 @@ FULL: dict[str, str] = {
         f"test_a_row_has_the_same_bits_in_every_batch_and_table[float16-{options}]":
             "1 s in the interpreter: the same kernel with sinks stays"
         for options in ("{}", "{'window': 300}")
+    },
+    **{
+        "tests/tandem_worker/kernels/on_device/test_paged_attention.py::"
+        f"test_a_guess_has_the_bits_of_a_decoded_token[float16-(2, 1)-{options}]":
+            "1 s in the interpreter: in several splits, and with a window, it stays"
+        for options in ("{'sinks': True}", "{'window': 300}", "{'chunk': 256}")
+    },
+    **{
+        f"tests/tandem_worker/kernels/on_device/test_paged_attention.py::test_tokens_with_guesses_behind_them[float16-{options}]":
+            "1 s in the interpreter: with sinks, and with a chunk, it stays"
+        for options in ("{'num_splits': 3}", "{'window': 20}")
     },
     "tests/tandem_worker/kernels/on_device/test_sampling.py::test_equals_are_ranked_by_id[1]":
         "3 s in the interpreter: the same with another seed",

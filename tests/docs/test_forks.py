@@ -149,7 +149,7 @@ def test_who_is_told_to_end_leaves_nothing(tmp_path: Path, number: signal.Signal
 
 @pytest.mark.parametrize(
     ("count", "more", "what"),
-    [(-1, {}, "write how many"), (2, {"usepdb": True}, "usepdb"), (2, {"numprocesses": 2}, "numprocesses")],
+    [(-1, {}, "write how many"), (2, {"usepdb": True}, "--pdb"), (2, {"numprocesses": 2}, "-n exclude")],
 )
 def test_what_would_run_nothing_or_hang_is_refused(count: int, more: dict[str, object], what: str) -> None:
     session = asked_for(count, **more)
