@@ -20,7 +20,7 @@ from tandem_gateway.upstream.base import Failure, Sink
 WRITE_JOIN_BYTES = 64 * 1024
 """Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of fields and trailers, and of anything else that a worker sends without a part of an answer's body."""
+"""Bytes of fields and trailers, and of anything else that a worker sends without a part of an answer's body."""
 _TOO_LARGE = "header too large"
 RECEIVE_BYTES = 64 * 1024
 """Bytes of an answer in the kernel, which takes twice as much: a hundred times what a step of the engine writes."""

@@ -85,7 +85,7 @@ class Builds:
         return RolloutTarget(blueprint=blueprint, built=built, desired=keep_what_runs(blueprint, built.children, live))
 
     def templates(self, number: int) -> dict[str | None, str | None]:
-        """By role, the digest of a known revision's pod template."""
+        """The digest, by role, of a known revision's pod template."""
         return {
             labels_of(child).get(LABEL_ROLE): annotations_of(child).get(TEMPLATE_HASH)
             for child in self._of(number)[1].children
