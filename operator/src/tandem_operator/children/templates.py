@@ -20,6 +20,7 @@ from typing import Any, cast
 from tandem_api import names
 from tandem_api.crd.status import Condition
 from tandem_api.names import GROUP
+from tandem_api.wording import name_some
 
 from tandem_operator.children.matching import satisfies
 from tandem_operator.objects.manifests import WORKLOADS, ChildKey, Manifest, annotations_of, child_key, dig
@@ -166,8 +167,7 @@ def template_condition(desired: Iterable[Manifest], live: Mapping[ChildKey, Mani
         present = live.get(key := child_key(workload))
         if key.kind in WORKLOADS and present is not None and not is_new_template(workload, present):
             changes = differences(workload, present)
-            more = f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
-            found += [f"of {key} {', '.join(changes[:_NAMED])}{more}"] if changes else []
+            found += [f"of {key} {name_some(changes, _NAMED)}"] if changes else []
     if not found:
         return []
     text = (

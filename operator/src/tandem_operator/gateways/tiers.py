@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tandem_api.crd.status import Condition
 from tandem_api.telemetry import TierTelemetry
+from tandem_api.wording import name_some
 
 from tandem_operator.workloads.blueprint import Blueprint, gives_blocks
 
@@ -106,9 +107,7 @@ def _has_peers(blueprint: Blueprint) -> bool:
 def _describe_partly(tiers: Mapping[str, TierTelemetry]) -> str:
     """What workers say whose tier is in use, but not with everybody."""
     named = [f"{name} gets nothing of {tier.message}" for name, tier in sorted(tiers.items()) if tier.message]
-    return "".join(f"; {words}" for words in named[:_NAMED]) + (
-        f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
-    )
+    return f"; {name_some(named, _NAMED, '; ')}" if named else ""
 
 
 def _judge(words: _Words, tiers: Mapping[str, TierTelemetry]) -> Condition:
@@ -127,7 +126,6 @@ def _describe_off(tiers: Mapping[str, TierTelemetry], what: str) -> tuple[str, s
     off = {name: tier for name, tier in sorted(tiers.items()) if tier.reason not in (None, STARTING)}
     if not off:
         return None
-    named = "; ".join(f"{name}: {tier.message}" for name, tier in list(off.items())[:_NAMED])
-    rest = f" and {len(off) - _NAMED} more" if len(off) > _NAMED else ""
-    text = f"{len(off)} of {len(tiers)} {what} what they would find there: {named}{rest}"
+    named = name_some([f"{name}: {tier.message}" for name, tier in off.items()], _NAMED, "; ")
+    text = f"{len(off)} of {len(tiers)} {what} what they would find there: {named}"
     return str(next(iter(off.values())).reason), text

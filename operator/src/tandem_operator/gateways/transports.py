@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from tandem_api.crd.status import Condition
 from tandem_api.names import Role
 from tandem_api.telemetry import KVTransportTelemetry
+from tandem_api.wording import name_some
 
 from tandem_operator.workloads.blueprint import Blueprint
 
@@ -36,8 +37,7 @@ def transport_condition(blueprint: Blueprint, told: Mapping[str, KVTransportTele
 
 
 def _fallback(lacking: Mapping[str, KVTransportTelemetry], num_workers: int, *, allowed: bool) -> Condition:
-    named = "; ".join(f"{name}: {each.fallback}" for name, each in list(lacking.items())[:_NAMED])
-    rest = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    named = name_some([f"{name}: {each.fallback}" for name, each in lacking.items()], _NAMED, "; ")
     instead = (
         "TCP stands in, as spec.kv.allowFallback says"
         if allowed
@@ -45,7 +45,7 @@ def _fallback(lacking: Mapping[str, KVTransportTelemetry], num_workers: int, *, 
     )
     text = (
         f"{len(lacking)} of {num_workers} workers cannot use the Mooncake that spec.kv.transport asks for; {instead}: "
-        f"{named}{rest}"
+        f"{named}"
     )
     return Condition(
         type=CONDITION, status="True" if allowed else "False", reason="TransportFallback", message=text[:32768]

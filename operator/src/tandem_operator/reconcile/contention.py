@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 from tandem_api.crd.status import Condition
 from tandem_api.names import FIELD_MANAGER
+from tandem_api.wording import name_some
 
 from tandem_operator.objects.manifests import ChildKey, Manifest, ModelKey, dig_list, parse_time
 
@@ -76,9 +77,8 @@ class Contention:
         if not found:
             return []
         told = [f"{child} ({each.writer or 'nobody says who'})" for child, each in found.items()]
-        more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
         text = (
-            f"something else writes what the operator writes: {', '.join(told[:_NAMED])}{more}. What it writes is put"
+            f"something else writes what the operator writes: {name_some(told, _NAMED)}. What it writes is put"
             f" right ever more rarely, every {_LONGEST_SECONDS / 60:g} minutes in the end: stop it, or let it leave"
             " these objects alone"
         )

@@ -21,6 +21,7 @@ from tandem_api.crd.status import (
 from tandem_api.names import Role
 from tandem_api.telemetry import WeightsTelemetry
 from tandem_api.version import VERSION
+from tandem_api.wording import name_some
 
 from tandem_operator.autoscale.desired import scaling_memory, scaling_to_keep
 from tandem_operator.gateways.routing import plan_routing
@@ -167,10 +168,9 @@ def understood_condition(unknown: Sequence[str]) -> list[Condition]:
     """What to say of fields that this release does not know; nothing where there are none."""
     if not unknown:
         return []
-    rest = "" if len(unknown) <= _NAMED else f" and {len(unknown) - _NAMED} more"
     text = (
         f"the CRD is of another release than this operator, {VERSION}, which does not know"
-        f" {', '.join(unknown[:_NAMED])}{rest}: no effect until an operator runs that does. All else is followed"
+        f" {name_some(unknown, _NAMED)}: no effect until an operator runs that does. All else is followed"
     )
     return [build_condition(UNDERSTOOD, "False", "UnknownFields", text)]
 

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import torch
+from tandem_api.wording import name_some
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.postponed import load_shape_functions
@@ -26,7 +27,8 @@ from tandem_worker.parallel.context import SINGLE
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-_SHOWN = 4
+SHOWN = 4
+"""Tensors that an error names."""
 _ROTARY = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 _ACTIVATION_SCALES = r".*\.([qkv]_|kv_|input_|output_)(scale|zero_point)$"
 
@@ -47,12 +49,11 @@ def check_coverage(config: ModelConfig, family: Family, source: WeightSource, pr
     unused = find_unused(config, family, source, taken, prefix)
     if not unused:
         return taken
-    shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
     raise StartupError(
         "UnusedWeights",
-        f"The checkpoint holds tensors that {config.architecture} is not computed with here: {shown}. Without "
-        "them its answers would be wrong. Either config.json does not say what they are for (compare it with the "
-        "published one), or the model is a variant that is not supported.",
+        f"The checkpoint holds tensors that {config.architecture} is not computed with here: "
+        f"{name_some(unused, SHOWN)}. Without them its answers would be wrong. Either config.json does not say what "
+        "they are for (compare it with the published one), or the model is a variant that is not supported.",
     )
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from tandem_api.wording import name_some
+
 from tandem_worker.engine.tiers import LoadOrder, Run, TierEngine
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
@@ -92,7 +94,7 @@ class PeerSource:
             self._counters.read(),
             tokens_per_second=speed,
             reason=None if retry_at is None else PEERS_FAILING,
-            message="; ".join(failing[:_NAMED]) + (f" and {len(failing) - _NAMED} more" if failing[_NAMED:] else ""),
+            message=name_some(failing, _NAMED, "; "),
         )
 
     # -- the engine's thread ---------------------------------------------------------------------------------------

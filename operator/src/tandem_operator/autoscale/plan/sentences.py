@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem_api.names import Role
+from tandem_api.wording import name_some
 
 from tandem_operator.autoscale.plan.contract import SHARE_SECONDS, RoleDecision, RoleState, Snapshot
 from tandem_operator.autoscale.plan.history import History
@@ -49,8 +50,7 @@ def say_gpus(fleet: Snapshot, history: History) -> str:
         said += f" The {link} of {where} is {100 * share:.0f}% busy: more prefill per decode replica is of no use."
     unwell = [name for state in fleet.roles.values() for name in state.gpus.unwell]
     if unwell:
-        more = f" and {len(unwell) - _NAMED} more" if len(unwell) > _NAMED else ""
-        said += f" Not well: {'; '.join(unwell[:_NAMED])}{more}."
+        said += f" Not well: {name_some(unwell, _NAMED, '; ')}."
     return said
 
 
@@ -79,8 +79,7 @@ def say_odd(fleet: Snapshot) -> str:
     odd = [name for state in fleet.roles.values() for name in state.odd]
     if not odd:
         return ""
-    more = f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
-    return f" Left out, as most others say something else: the speed that {', '.join(odd[:_NAMED])}{more} told."
+    return f" Left out, as most others say something else: the speed that {name_some(odd, _NAMED)} told."
 
 
 def explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:

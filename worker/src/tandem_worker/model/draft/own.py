@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from tandem_api.wording import name_some
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
@@ -27,6 +28,7 @@ from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.coverage import (
     EMBEDDING,
     OUTPUT,
+    SHOWN,
     find_left,
     find_taken,
     incidental_patterns,
@@ -113,10 +115,10 @@ def _check(config: ModelConfig, source: WeightSource) -> None:
         ) from error
     left = find_left(source, prefix + name_module(config), taken, incidental_patterns(config), prefix)
     if left:
-        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
         raise StartupError(
             "UnusedWeights",
-            f"The model's own module for multi-token prediction has tensors that are not computed with here: {shown}.",
+            "The model's own module for multi-token prediction has tensors that are not computed with here: "
+            f"{name_some(left, SHOWN)}.",
         )
 
 

@@ -7,11 +7,13 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import torch
+from tandem_api.wording import name_some
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.files import find_safetensors, is_packed
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.stored import Slice, Stored
+from tandem_worker.model.coverage import SHOWN
 
 LAYER = "layers.0."
 _OTHER_LAYER = "midlayer."
@@ -65,11 +67,10 @@ class HeadSource:
         known = self._taken | others
         left = sorted(name for name in self._names if name not in known and not name.endswith(_LEFT))
         if left:
-            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise StartupError(
                 "DraftUnsupported",
-                f"The draft head has tensors that are not computed with here: {shown}. It is no EAGLE-3 head of one "
-                "layer, or its config.json lacks the switch that they belong to.",
+                f"The draft head has tensors that are not computed with here: {name_some(left, SHOWN)}. It is no "
+                "EAGLE-3 head of one layer, or its config.json lacks the switch that they belong to.",
             )
 
 
