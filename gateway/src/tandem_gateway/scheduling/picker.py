@@ -23,6 +23,7 @@ from tandem_gateway.scheduling.canary import BY_REVISION, find_point
 from tandem_gateway.scheduling.conversion import Conversion
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint
+from tandem_gateway.scheduling.known import NOTHING, Known
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.pulling import MIN_TOKENS, find_source, lower_costs, weigh_loading, weigh_time
 from tandem_gateway.scheduling.shared import SharedPrefix
@@ -49,26 +50,6 @@ MAX_PREFILL = 3
 _NOBODY: list[Endpoint] = []
 _NO_COSTS: Mapping[Endpoint, float] = {}
 _NO_NEARBY = False, None
-
-
-@dataclass(slots=True)
-class Known:
-    """What is known of where a prompt is."""
-
-    cached: dict[Endpoint, int]
-    """Who has some of it, in estimated tokens."""
-    shared: SharedPrefix | None
-    """The longest part of it that many prompts begin with."""
-    shared_tokens: int
-    """Those that whoever has that has of it."""
-    stored: Mapping[Store, int]
-    """Tokens of it in stores."""
-    unseen: float
-    """The share of the rest that a session's home is taken to have all the same."""
-
-
-NOTHING = Known({}, None, 0, {}, 0.0)
-"""What is known of short prompts, mostly. Nobody changes it."""
 
 
 @dataclass(slots=True)
@@ -164,9 +145,9 @@ def pick(
     if known is NOTHING:
         return Choice(decode, prefills, prompt, 0, 0, offers)
     computing = prefills[0] if prefills else decode
-    most = hit = min(prompt, count_cached(computing, known))
+    most = hit = min(prompt, known.count_cached(computing))
     if prefills:
-        most = max(hit, min(prompt, count_cached(decode, known)))
+        most = max(hit, min(prompt, known.count_cached(decode)))
     choice = Choice(decode, prefills, prompt - hit, hit, most, offers)
     if computing.pull_rate is not None and (known.cached or known.shared is not None):
         name_source(choice, known, excluded)
@@ -178,11 +159,9 @@ def pick(
 def _find_nearby(group: Group, known: Known, excluded: Collection[str]) -> tuple[bool, tuple[Endpoint, int] | None]:
     """Whether too few of a revision's workers have what many share of the prompt, and which of them has most of it, and
     how much."""
-    cached, shared = known.cached, known.shared
+    shared = known.shared
     grows = shared is not None and shared.wants_more(group.prefills.available + group.decodes.available)
-    if not cached and shared is None:
-        return grows, None
-    return grows, find_source((group.prefills, group.decodes), cached, shared, known.shared_tokens, excluded)
+    return grows, find_source((group.prefills, group.decodes), known, excluded)
 
 
 def count_stored(choice: Choice, stored: Mapping[Store, int]) -> None:
@@ -211,8 +190,7 @@ def name_source(choice: Choice, known: Known, excluded: Collection[str]) -> None
     group = next((offer[3] for offer in choice.offers if offer[3].decodes is choice.decode.pool), None)
     if group is None:
         return
-    pools = group.prefills, group.decodes
-    source = find_source(pools, known.cached, known.shared, known.shared_tokens, excluded)
+    source = find_source((group.prefills, group.decodes), known, excluded)
     if source is None or source[0] is computing:
         return
     endpoint, held = source
@@ -336,7 +314,7 @@ def _weigh_known(
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
             costs[endpoint] = weight * (prompt - tokens) if tokens < prompt else 0.0
     if known.unseen and homes:
-        costs[homes[0]] -= known.unseen * weight * max(0, prompt - count_cached(homes[0], known))
+        costs[homes[0]] -= known.unseen * weight * max(0, prompt - known.count_cached(homes[0]))
     if computes and (source is not None or known.stored):
         lower_costs(costs, source, known.stored, prompt, weight)
     return part
@@ -361,14 +339,6 @@ def _weigh_sharers(
     for endpoint in shared.sample(MAX_SHARERS, pool):
         if not (excluded and endpoint.worker.name in excluded):
             costs[endpoint] = part
-
-
-def count_cached(endpoint: Endpoint, known: Known) -> int:
-    """Tokens of the prompt that an endpoint probably has."""
-    tokens = known.cached.get(endpoint)
-    if tokens is None:
-        return known.shared_tokens if known.shared is not None and known.shared.has(endpoint) else 0
-    return tokens
 
 
 def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:

@@ -12,8 +12,8 @@ from itertools import islice
 from math import inf
 
 from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.known import Known
 from tandem_gateway.scheduling.pool import Pool
-from tandem_gateway.scheduling.shared import SharedPrefix
 from tandem_gateway.scheduling.storing import Store
 
 COPY_WEIGHT = 0.25
@@ -38,25 +38,23 @@ def weigh_time(endpoint: Endpoint) -> float:
 
 def find_source(
     pools: tuple[Pool, Pool],
-    cached: Mapping[Endpoint, int],
-    shared: SharedPrefix | None,
-    shared_tokens: int,
+    known: Known,
     excluded: Collection[str],
 ) -> tuple[Endpoint, int] | None:
     """Who of these pools has most of the prompt and gives it away, and how many tokens; None: nobody has enough.
     O(1): what many share has many holders, of whom a few are looked at."""
     best: Endpoint | None = None
-    most = MIN_TOKENS - 1
-    for endpoint, tokens in cached.items():
+    most, shared = MIN_TOKENS - 1, known.shared
+    for endpoint, tokens in known.cached.items():
         if tokens > most and endpoint.pull_rate is not None and _gives(endpoint, pools, excluded):
             best, most = endpoint, tokens
-    if best is None and shared is not None and shared_tokens > most:
+    if best is None and shared is not None and known.shared_tokens > most:
         for endpoint, holding in islice(shared.holders.items(), _MAX_SHARERS):
             if endpoint.pull_rate is not None and _gives(endpoint, pools, excluded) and holding.alive():
                 # Another one each time: many who lack it may be told at once.
                 others = [other for pool in pools for other in shared.sample(1, pool)]
                 others = [o for o in others if o.pull_rate is not None and _gives(o, pools, excluded)]
-                return others[0] if others else endpoint, shared_tokens
+                return others[0] if others else endpoint, known.shared_tokens
     return None if best is None else (best, most)
 
 

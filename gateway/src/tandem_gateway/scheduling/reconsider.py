@@ -5,7 +5,8 @@ from __future__ import annotations
 from tandem_gateway.scheduling.conversion import Offer, Terms, decide
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
-from tandem_gateway.scheduling.picker import Choice, Known, count_cached
+from tandem_gateway.scheduling.known import Known
+from tandem_gateway.scheduling.picker import Choice
 
 
 def reconsider(
@@ -30,7 +31,7 @@ def reconsider(
         if endpoint.own.keeps_steps and not endpoint.worker.needs_prefill
     }
     prompt = demand.prompt_tokens
-    tokens = {name: max(0, prompt - count_cached(endpoint, known)) for name, endpoint in able.items()}
+    tokens = {name: max(0, prompt - known.count_cached(endpoint)) for name, endpoint in able.items()}
     offers = {name: _offer(endpoint, tokens[name], rate, now) for name, endpoint in able.items()}
     choice.conversion, best = decide(
         prefill.speed.predict(queued + choice.uncached_tokens + choice.pulled_work),

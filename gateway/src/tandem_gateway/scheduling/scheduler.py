@@ -16,18 +16,10 @@ from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.hearsay import Hearsay, name_prompt, parse_name
+from tandem_gateway.scheduling.known import NOTHING, Known
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.outliers import SILENT_SECONDS, check
-from tandem_gateway.scheduling.picker import (
-    NOTHING,
-    SLACK_TOKENS,
-    Choice,
-    Group,
-    Known,
-    count_stored,
-    name_source,
-    pick,
-)
+from tandem_gateway.scheduling.picker import SLACK_TOKENS, Choice, Group, count_stored, name_source, pick
 from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 from tandem_gateway.scheduling.reconsider import reconsider
