@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tandem_worker.engine.guess.json_text import MOST_AHEAD, At, Foresight, Grade, JsonReader
+from tandem_worker.engine.guess.json_ahead import MOST_AHEAD, Foresight, Grade
+from tandem_worker.engine.guess.json_text import At, JsonReader
 from tandem_worker.engine.guess.shapes import Shapes
 
 from tests.effort import count_instructions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tandem_worker.engine.guess.contract import Source
-from tandem_worker.engine.guess.json_text import Grade
+from tandem_worker.engine.guess.json_ahead import Grade
 from tandem_worker.engine.guess.literals import LiteralFollower, LiteralText, Spelling, Word
 from tandem_worker.engine.guess.shapes import Shapes
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from tandem_worker.engine.guess.json_text import Foresight, JsonReader, Style
+from tandem_worker.engine.guess.json_ahead import Foresight, Style
+from tandem_worker.engine.guess.json_text import JsonReader
 from tandem_worker.engine.guess.literals import Word
 from tandem_worker.server.structured.compiler import HEADER, embed_json_schema, write_structural_tags
 from tandem_worker.server.structured.contract import StructuralTag

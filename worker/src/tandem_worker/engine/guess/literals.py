@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandem_worker.engine.guess.contract import Source
-from tandem_worker.engine.guess.json_text import At, Foresight, Grade, JsonReader, Style
+from tandem_worker.engine.guess.json_ahead import Foresight, Grade, Style
+from tandem_worker.engine.guess.json_text import At, JsonReader
 from tandem_worker.engine.guess.shapes import Shapes, join
 
 _RUN = 3

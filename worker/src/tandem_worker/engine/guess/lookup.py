@@ -33,8 +33,6 @@ without it."""
 _MOST_BEGUN = MOST_TOKENS
 """Tokens of texts that are indexed in a step, or one text of any length: ten milliseconds. Streams beside them wait no
 longer, however many prompts are begun at once; the choices that are left are guessed from a later step on."""
-
-
 _FED = 8
 """A token that is read one by one costs as much as so many that are indexed."""
 _MOST_MISSED = 48
@@ -129,8 +127,6 @@ def build_reader(sequence: Sequence, rates: Rates, history: History | None) -> R
 
 _LEAST_VALUE = 0.05
 """Least chance of a guess to be reached and right: what comes after is not worth looking at."""
-
-
 _POOR = 0.06
 """Below that chance a guess is worth nothing in any company."""
 _PATIENCE = 8
