@@ -48,6 +48,10 @@ class TierTelemetry(Wire):
     """Why it is not in use, in a word; absent while it is."""
     message: Annotated[str, Field(max_length=1000)] = ""
     """As a sentence. Without a reason: workers of whom nothing comes, while others give what they have."""
+    failing: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = Field(
+        default_factory=list[str]
+    )
+    """Addresses of the workers of whom nothing comes, where it is `peer`."""
     capacity_tokens: Count = 0
     """For which there is room."""
     stored_tokens: Count = 0

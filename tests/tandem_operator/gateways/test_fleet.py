@@ -158,22 +158,24 @@ async def test_who_tells_about_itself_and_not_of_its_weights_is_told_from_who_te
 async def test_each_worker_of_whom_nothing_comes_causes_a_look_and_its_words_do_not(
     gateways: Gateways, watching: Watching
 ) -> None:
-    def say(message: str) -> None:
-        sample = SAMPLE.model_copy(update={"kv_tiers": [TierTelemetry(tier="peer", message=message)]})
+    def say(message: str, *failing: str) -> None:
+        tier = TierTelemetry(tier="peer", message=message, failing=list(failing))
+        sample = SAMPLE.model_copy(update={"kv_tiers": [tier]})
         gateways.say("m-one", worker("a").model_copy(update={"telemetry": sample}))
 
     say("")
     watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
     looks = 0
-    for message, causes in (
-        ("", True),
-        ("10.0.0.2:7000: timed out", True),
-        ("10.0.0.2:7000: refused: no; it is full", False),
-        ("10.0.0.2:7000: timed out; [fd00::3]:7000: timed out", True),
-        ("[fd00::3]:7000: timed out", True),
-        ("", True),
+    one, other = "10.0.0.2:7000", "[fd00::3]:7000"
+    for message, failing, causes in (
+        ("", (), True),
+        (f"{one}: timed out", (one,), True),
+        (f"{one}: refused: no; it is full", (one,), False),
+        (f"{one}: timed out; {other}: timed out", (one, other), True),
+        (f"{other}: timed out", (other,), True),
+        ("", (), True),
     ):
-        say(message)
+        say(message, *failing)
         await until_asked(gateways, ONE, gateways.asked[ONE] + 3)
         looks += causes
         assert watching.changes == [KEY] * looks, message

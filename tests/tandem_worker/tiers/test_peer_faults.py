@@ -239,20 +239,20 @@ def test_those_that_wait_behind_one_that_fails_are_no_further_failures(make_peer
 @pytest.mark.parametrize(
     ("records", "failing", "retry_at"),
     [
-        ({}, [], None),
-        ({"a": make_record(0, 100.0)}, [], None),
-        ({"a": make_record(2, 100.0)}, [], None),  # the next one may do
-        ({"a": make_record(3, 100.0)}, ["a: refused"], 104.0),
-        ({"b": make_record(3, 100.0), "a": make_record(4, 99.0)}, ["a: refused", "b: refused"], 104.0),
-        ({"a": make_record(9, 100.0, is_well=True)}, [], None),  # it answers, and has other things to do
-        ({"b": make_record(3, 100.0), "a": make_record(0, 100.0)}, ["b: refused"], None),
-        ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, ["b: refused"], 104.0),  # asked long ago
-        ({"b": make_record(3, 35.0), "a": make_record(0, 100.0)}, [], None),
-        ({"a": make_record(9, 0.0)}, ["a: refused"], 60.0),  # nobody could ask it meanwhile
+        ({}, {}, None),
+        ({"a": make_record(0, 100.0)}, {}, None),
+        ({"a": make_record(2, 100.0)}, {}, None),  # the next one may do
+        ({"a": make_record(3, 100.0)}, {"a": "refused"}, 104.0),
+        ({"b": make_record(3, 100.0), "a": make_record(4, 99.0)}, {"a": "refused", "b": "refused"}, 104.0),
+        ({"a": make_record(9, 100.0, is_well=True)}, {}, None),  # it answers, and has other things to do
+        ({"b": make_record(3, 100.0), "a": make_record(0, 100.0)}, {"b": "refused"}, None),
+        ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, {"b": "refused"}, 104.0),  # asked long ago
+        ({"b": make_record(3, 35.0), "a": make_record(0, 100.0)}, {}, None),
+        ({"a": make_record(9, 0.0)}, {"a": "refused"}, 60.0),  # nobody could ask it meanwhile
     ],
 )
 def test_who_fails_again_and_again_is_told(
-    records: dict[str, peer_link.PeerRecord], failing: list[str], retry_at: float | None
+    records: dict[str, peer_link.PeerRecord], failing: dict[str, str], retry_at: float | None
 ) -> None:
     assert find_failing(records, 100.0) == (failing, retry_at)
 
@@ -270,6 +270,7 @@ def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer:
         now[0] = puller.source._records[nobody].retry_at
     stats = puller.source.stats()
     assert (stats.reason, stats.message.startswith(f"{nobody}: ")) == ("PeersFailing", True)
+    assert stats.failing == (nobody,)
     assert stats.tokens_per_second == 0.0, "it may be asked again, and gateways name it"
     now[0] -= 0.1
     assert (puller.source.stats().reason, puller.source.stats().tokens_per_second) == ("PeersFailing", None)

@@ -3,7 +3,6 @@ that they share, as they say themselves. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ CONDITION, STORE_CONDITION = "KVTiersReady", "KVStoreReady"
 STARTING = "Starting"
 """What a worker says while it looks at its volume."""
 _NAMED = 3
-_PEER = re.compile(r"(?:^|; )(\S+:\d+): ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
 
 def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str]]]:
     """What a change of makes a model be looked at again: of whom nothing comes, not what they failed with last."""
-    return {name: (tier.reason, _PEER.findall(tier.message)) for name, tier in peers.items()}
+    return {name: (tier.reason, tier.failing) for name, tier in peers.items()}
 
 
 def _has_peers(blueprint: Blueprint) -> bool:

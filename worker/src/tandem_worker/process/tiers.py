@@ -203,6 +203,7 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
         tier=stats.tier,
         reason=stats.reason,
         message=stats.message[:1000],
+        failing=list(stats.failing),
         capacity_tokens=stats.capacity_tokens,
         stored_tokens=stats.stored_tokens,
         horizon=stats.horizon,

@@ -94,7 +94,8 @@ class PeerSource:
             self._counters.read(),
             tokens_per_second=speed,
             reason=None if retry_at is None else PEERS_FAILING,
-            message=name_some(failing, _NAMED, "; "),
+            message=name_some([f"{endpoint}: {why}" for endpoint, why in failing.items()], _NAMED, "; "),
+            failing=tuple(failing),
         )
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class PeerSource:
         self._usual.observe(num_bytes, seconds)
 
 
-def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[list[str], float | None]:
+def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[str, str], float | None]:
     """Which workers have failed again and again, and why; and where those are all that were asked lately, when the
     first of them may be asked again. What was said long before that says nothing: gateways name a worker that has gone
     no more."""
@@ -211,4 +212,4 @@ def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[list[st
     }
     failing = {endpoint: record for endpoint, record in lately.items() if record.is_failing()}
     retry_at = min(record.retry_at for record in failing.values()) if 0 < len(failing) == len(lately) else None
-    return [f"{endpoint}: {record.message}" for endpoint, record in failing.items()], retry_at
+    return {endpoint: record.message for endpoint, record in failing.items()}, retry_at

@@ -14,6 +14,8 @@ class TierStats:
     reason: str | None = None
     """Why it is off, in a word; None while it is in use."""
     message: str = ""
+    failing: tuple[str, ...] = ()
+    """Addresses of the workers of whom nothing comes, of peers."""
     capacity_tokens: int = 0
     """For which there is room."""
     stored_tokens: int = 0
