@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tandem_worker.engine.test_head_native import copycat
 from tests.tandem_worker.model.draft.heads import HeadSpec, draw_tensors, save_head
+from tests.tandem_worker.process.drafted import SPLITS, compare_right
 from tests.tandem_worker.process.test_disaggregated import oracle, prompt_of
 
 SPEC = HeadSpec(draft_vocab_size=257, layer_ids=(1, 2, 3), vocab_size=257)
@@ -120,14 +121,7 @@ def repeating(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sim
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        pytest.param({}, {}, id="one and one"),
-        pytest.param({"pipeline": 2}, {"tensor": 2}, id="PP2-TP2"),
-        pytest.param({"tensor": 2}, {"pipeline": 2}, id="TP2-PP2"),
-    ],
-)
+@SPLITS
 def test_after_remote_prefills_a_head_is_right_as_often(
     workers: SimpleNamespace,
     repeating: SimpleNamespace,
@@ -136,25 +130,6 @@ def test_after_remote_prefills_a_head_is_right_as_often(
     decode: dict[str, int],
 ) -> None:
     """What it keeps of prompts comes along, cut anew where groups are split in other ways."""
-    asked, model = speculative(repeating.head), repeating.model
-    split = [{"group": {"parallelism": shape}} if shape else {} for shape in (prefill, decode)]
-    with (
-        workers.run(tmp_path, "unified", model, speculative=asked) as single,
-        workers.run(tmp_path, "prefill", model, speculative=asked, **split[0]) as far,
-        workers.run(tmp_path, "decode", model, speculative=asked, **split[1]) as near,
-    ):
-        for worker in (single, far, near):
-            workers.await_ready(worker)
-        for number in range(10):
-            prompt, options = prompt_of(40 + 17 * number, seed=number), {"ignore_eos": True, "return_token_ids": True}
-            alone = single.complete(prompt, max_tokens=24, **options)
-            answer = near.complete(prompt, prefill=far.kv, max_tokens=24, **options)
-            assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
-            assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
-        rates = [
-            worker.metric("tandem_worker_accepted_draft_tokens_total", source="head")
-            / worker.metric("tandem_worker_draft_tokens_total", source="head")
-            for worker in (single, near)
-        ]
+    rates = compare_right(workers, tmp_path, repeating.model, speculative(repeating.head), prefill, decode)
     assert 0.1 < rates[0] < 0.9
     assert abs(rates[0] - rates[1]) <= 0.01

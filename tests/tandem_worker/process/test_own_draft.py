@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tandem_worker.model.draft.modules import SPECS, ModuleSpec, save_model
+from tests.tandem_worker.process.drafted import SPLITS, compare_right
 from tests.tandem_worker.process.test_disaggregated import prompt_of
 
 OWN = {"method": "Draft", "adaptive": False, "maxTokens": 3}
@@ -60,34 +61,10 @@ def test_a_model_without_a_module_ends_a_start_that_asks_for_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        pytest.param({}, {}, id="one and one"),
-        pytest.param({"pipeline": 2}, {"tensor": 2}, id="PP2-TP2"),
-        pytest.param({"tensor": 2}, {"pipeline": 2}, id="TP2-PP2"),
-    ],
-)
+@SPLITS
 def test_after_remote_prefills_it_is_right_as_often(
     workers: SimpleNamespace, predicting: Path, tmp_path: Path, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
-    split = [{"group": {"parallelism": shape}} if shape else {} for shape in (prefill, decode)]
-    with (
-        workers.run(tmp_path, "unified", predicting, speculative=OWN) as single,
-        workers.run(tmp_path, "prefill", predicting, speculative=OWN, **split[0]) as far,
-        workers.run(tmp_path, "decode", predicting, speculative=OWN, **split[1]) as near,
-    ):
-        for worker in (single, far, near):
-            workers.await_ready(worker)
-        for number in range(10):
-            prompt = prompt_of(40 + 17 * number, seed=number)
-            told = answer(near, prompt, prefill=far.kv)
-            assert told["choices"][0]["token_ids"] == answer(single, prompt)["choices"][0]["token_ids"]
-            assert told["headers"]["x-tandem-prefill-worker"] == "prefill-0"
-        rates = [
-            worker.metric("tandem_worker_accepted_draft_tokens_total", source="head")
-            / worker.metric("tandem_worker_draft_tokens_total", source="head")
-            for worker in (single, near)
-        ]
+    rates = compare_right(workers, tmp_path, predicting, OWN, prefill, decode)
     assert 0.2 < rates[0] < 0.9
     assert abs(rates[0] - rates[1]) <= 0.01
