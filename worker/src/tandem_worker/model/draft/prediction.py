@@ -14,7 +14,6 @@ ROCm/ATOM#1764).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn import functional
@@ -26,9 +25,7 @@ from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.draft.head import Embed, Output
 from tandem_worker.model.layers.latent import LatentLayer
-
-if TYPE_CHECKING:
-    from tandem_worker.model.layers.step import Step
+from tandem_worker.model.layers.step import AllLive
 
 
 class LastStates:
@@ -105,7 +102,7 @@ class PredictionHead:
                 absorbed[row : row + 1], keys, keys[..., : spec.rank], scale=spec.attention.scale
             )[0]
         hidden = self._attention.out.add_to(spec.bring_out(attended), residual)
-        hidden = layer.mlp.forward(layer.mlp_norm(hidden), hidden, cast("Step", _ALL_LIVE))
+        hidden = layer.mlp.forward(layer.mlp_norm(hidden), hidden, AllLive())
         made_states = self._norm(hidden)
         return self._output(made_states), made_states
 
@@ -113,15 +110,6 @@ class PredictionHead:
         """The stream `[T, hidden]` that the layer reads and adds to."""
         joined = torch.cat((self._embedding_norm(self._embed(tokens)), self._state_norm(states)), dim=-1)
         return self._join(joined)
-
-
-class _AllLive:
-    """What experts ask of a step whose rows are all somebody's."""
-
-    live = None
-
-
-_ALL_LIVE = _AllLive()
 
 
 def name_module(config: ModelConfig) -> str:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tandem_worker.model.layers.linear import Linear
 
 if TYPE_CHECKING:
-    from tandem_worker.model.layers.step import Step
+    from tandem_worker.model.layers.step import LiveRows
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: LiveRows) -> torch.Tensor:
         """`residual + mlp(x)` for `[T, hidden]`, as a new tensor, whatever the step."""
         del step
         return self.add_to(x, residual)

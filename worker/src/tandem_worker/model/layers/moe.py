@@ -21,7 +21,7 @@ from tandem_worker.parallel.collectives import Collective
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
     from tandem_worker.model.checkpoint.stored import PackedWeight
-    from tandem_worker.model.layers.step import Step
+    from tandem_worker.model.layers.step import LiveRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class MoE:
         self._tp = tp
         self._weigh_input = weigh_input
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: LiveRows) -> torch.Tensor:
         """`residual + moe(x)` for `[T, hidden]`, as a new tensor; padding rows of `step` meet no routed expert."""
         if self._tp is not None and self._tp.rank:
             residual = torch.zeros_like(residual)  # rank 0 alone brings the residual into the sum

@@ -10,7 +10,7 @@ import torch
 
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.norm import RMSNorm
-from tandem_worker.model.layers.step import Step
+from tandem_worker.model.layers.step import LiveRows, Step
 
 
 class DecoderLayer(Protocol):
@@ -42,7 +42,7 @@ class AttentionPart(Protocol):
 class MLPPart(Protocol):
     """The second half of a layer, dense or a mixture of experts."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: LiveRows) -> torch.Tensor:
         """`residual + mlp(x)` for `[T, hidden]`, as a new tensor."""
         ...
 

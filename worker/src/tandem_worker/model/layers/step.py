@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from tandem_worker.model.attention import StepAttention
 from tandem_worker.model.contract import ForwardBatch
 from tandem_worker.model.layers.rotary import Rotation
+
+
+class LiveRows(Protocol):
+    """What the half of a layer that attends to nothing asks of a step."""
+
+    @property
+    def live(self) -> torch.Tensor | None:
+        """`[T]` bool, which tokens belong to a sequence; None: all do."""
+        ...
+
+
+class AllLive:
+    """Rows that all belong to somebody; satisfies `LiveRows`."""
+
+    live = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +42,7 @@ class Step:
 
     @property
     def live(self) -> torch.Tensor | None:
-        """`[T]` bool, which tokens belong to a sequence; None: all do. Computed once, on the device."""
+        """As `LiveRows.live`. Computed once, on the device."""
         if self.batch.has_padding and self._live is None:
             self._live = self.batch.slot_mapping >= self.block_size
         return self._live
