@@ -239,6 +239,18 @@ def guess(request: Any, tokenizer: Any, said: str) -> str:
     return tokenizer.decode(follower.read(99))
 
 
+def see_requests(worker: Any) -> list[Any]:
+    """The requests that reach the engine from now on, which says nothing to any."""
+    seen: list[Any] = []
+
+    def script(request: Any, _choice: int) -> list[int]:
+        seen.append(request)
+        return [worker.tokenizer.eos_token_id]
+
+    worker.engine.script = script
+    return seen
+
+
 @pytest.mark.parametrize(
     ("options", "said", "guessed"),
     [
@@ -260,13 +272,7 @@ def guess(request: Any, tokenizer: Any, said: str) -> str:
 async def test_the_texts_of_functions_and_schemas_are_guessed(
     worker: Any, options: dict[str, Any], said: str, guessed: str
 ) -> None:
-    seen: list[Any] = []
-
-    def script(request: Any, _choice: int) -> list[int]:
-        seen.append(request)
-        return [worker.tokenizer.eos_token_id]
-
-    worker.engine.script = script
+    seen = see_requests(worker)
     await worker.client.chat.completions.create(model="tiny", messages=ASK, **options)
     assert guess(seen[0], worker.tokenizer, said) == guessed
 
@@ -274,13 +280,7 @@ async def test_the_texts_of_functions_and_schemas_are_guessed(
 async def test_nothing_is_guessed_where_nothing_is_known_or_much_would_have_to_be_read(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
-
-    def script(request: Any, _choice: int) -> list[int]:
-        seen.append(request)
-        return [worker.tokenizer.eos_token_id]
-
-    worker.engine.script = script
+    seen = see_requests(worker)
     monkeypatch.setattr(shaping, "_LITTLE", GrammarLimits(values=40, depth=30))
 
     def function(parameters: dict[str, Any]) -> dict[str, Any]:
