@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
+from tandem_api.launch import WeightsForm
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.contract import CausalLM
@@ -115,6 +117,29 @@ def test_ranks_have_copies_of_their_own(kind: str, paged_sequences: Any, tmp_pat
     for number in (0, 0, 1, 1):
         for actual, plain in zip(run(number), expected, strict=True):
             assert_equal(actual, plain)
+
+
+@pytest.mark.parametrize("form", ["Plain", "Lossless"])
+def test_what_kernels_do_not_widen_is_kept_too(
+    form: WeightsForm, tmp_path: Path, store: PreparedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types of files that only the library reads: a copy was asked for what they are not, and removed at each start."""
+
+    def quantize(value: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        """Blocks of 32: a scale of two bytes, and half a byte each."""
+        blocks = np.random.default_rng(value.shape[0]).integers(0, 256, (value.shape[0], 8, 18), dtype=np.uint8)
+        blocks[..., :2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
+        return blocks.reshape(value.shape[0], -1)
+
+    monkeypatch.setattr(gguf.quants, "quantize", quantize)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, gguf.GGMLQuantizationType.IQ4_NL)
+    for again in (False, True):
+        prepared = open_prepared_weights(store, "0" * 32, {}, [form.lower()])
+        assert prepared.found is again
+        load_model(path, device=CPU, dtype=torch.bfloat16, prepared=prepared, weights=form)
+        assert prepared.is_whole is again
+        assert prepared.save()
 
 
 def test_weights_are_packed_as_they_are_read(tmp_path: Path) -> None:

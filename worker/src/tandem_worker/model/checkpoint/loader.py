@@ -188,10 +188,12 @@ class WeightLoader:
 
     def _stored(self, parts: Sequence[Part]) -> list[StoredPart] | None:
         """Parts as they lie in the checkpoint, where kernels may take all of them from there."""
-        if self._packer is None or self.dtype != torch.bfloat16:
+        packer = self._packer
+        if packer is None or self.dtype != torch.bfloat16:
             return None
         found = [(self.source.stored(self._find(part)), part.piece) for part in parts]
-        return [StoredPart(stored, piece) for stored, piece in found if stored] if all(s for s, _ in found) else None
+        taken = [StoredPart(stored, piece) for stored, piece in found if stored is not None and packer.takes(stored)]
+        return taken if len(taken) == len(found) else None
 
     def _pack(self, key: str, shape: tuple[int, ...], make: Callable[[], torch.Tensor | None]) -> PackedWeight | None:
         """What `make` packs, or the prepared copy of it; None where it cannot be packed."""

@@ -80,6 +80,11 @@ class Packer(Protocol):
     """Whether matrices for products take 12 bits a weight where that is smaller: bytes, of a number that follows from
     the values."""
 
+    def takes(self, matrix: Stored) -> bool:
+        """Whether it is of a type that `pack` and `widen` read. Where not, neither is asked: what was asked for in vain
+        is in no prepared copy, and is not to be looked for in one."""
+        ...
+
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
         """Parts below each other, as the memory of a `PackedWeight`."""
         ...

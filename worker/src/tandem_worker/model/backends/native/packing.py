@@ -41,6 +41,10 @@ class NativePacker:
     def __init__(self) -> None:
         self._arena = Arena()
 
+    def takes(self, matrix: Stored) -> bool:
+        """Whether it is of a type that is widened here."""
+        return matrix.packed is not None or _row_bytes(matrix) is not None
+
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
         """Parts below each other, packed, flat; None for odd widths and for types that are not widened here."""
         kept = _kept_split(parts)
@@ -193,16 +197,24 @@ class _Described:
         kernel(ctypes.addressof(self._structures), self._count, self.columns, target.data_ptr())
 
 
+def _row_bytes(matrix: Stored) -> int | None:
+    """Bytes of a row in whole blocks; None for a type that the kernels do not widen."""
+    block = block_of(matrix.kind)
+    if block is None or matrix.columns % block[0]:
+        return None
+    row_bytes = matrix.columns // block[0] * block[1]
+    if row_bytes * matrix.rows != matrix.num_bytes or (matrix.half and matrix.rows % (2 * matrix.half)):
+        return None
+    return row_bytes
+
+
 def _describe(parts: Sequence[StoredPart]) -> _Described | None:
     structures, rows, widths = [], 0, set()
     parts = [_read(part) for part in parts]
     for part in parts:
         matrix, piece = part.matrix, part.piece
-        block = block_of(matrix.kind)
-        if block is None or matrix.columns % block[0]:
-            return None
-        row_bytes = matrix.columns // block[0] * block[1]
-        if row_bytes * matrix.rows != matrix.num_bytes or (matrix.half and matrix.rows % (2 * matrix.half)):
+        row_bytes = _row_bytes(matrix)
+        if row_bytes is None:
             return None
         taken = [(0, matrix.rows), (0, matrix.columns)]
         if piece is not None:
