@@ -42,7 +42,9 @@ def test_responses_are_kept_while_the_model_says_so(main: Fleet) -> None:
         client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
-        with client.responses.stream(model="main", input="And now?", previous_response_id=second.id) as events:
+        with client.responses.stream(
+            model="main", input="And now?", previous_response_id=second.id, max_output_tokens=16
+        ) as events:
             third = events.get_final_response()
         assert client.responses.retrieve(third.id).previous_response_id == second.id
         main.patch("main", {"gateway": {"responseStore": None}})
