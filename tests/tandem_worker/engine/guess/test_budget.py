@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LOSS, choose_lengths
+from tandem_worker.engine.guess.budget import LEAST_GAIN, MOST_LEAD, MOST_LOSS, choose_lengths, next_lead
 from tandem_worker.engine.guess.contract import Guess, Source
 from tandem_worker.engine.guess.costs import ON_CPU, ON_GPU, StepCosts
 from tandem_worker.engine.guess.rates import Luck, Rates
@@ -66,6 +66,39 @@ def test_a_choice_without_guesses_loses_little() -> None:
     assert choose_lengths(sure * 2, 2, lambda count: 1 + 0.02 * count, 16) == [8, 8]
 
 
+def test_what_a_choice_has_gained_it_may_lose_to_others() -> None:
+    sure, dear = [[0.98] * 8], lambda count: 1 + 0.06 * count
+    assert choose_lengths(sure, 2, dear, 8) == [0]
+    assert choose_lengths(sure, 2, dear, 8, leads=[0.0], least_lead=0.2) == [4], "1 + .2 against 1.24 less 5%"
+    assert choose_lengths(sure, 2, dear, 8, leads=[0.0], least_lead=5.0) == [8]
+    unlike = [[0.98] * 8, [0.1]]
+    assert choose_lengths(unlike, 2, dear, 9) == [0, 0]
+    assert choose_lengths(unlike, 2, dear, 9, leads=[0.0, 5.0]) == [8, 0]
+
+
+@given(st.data())
+def test_no_choice_is_ever_far_behind(data: st.DataObject) -> None:
+    """However often others are guessed for: in tokens, beside a run without guesses that had the same time."""
+    chances = [[0.9] * 8, [0.5] * 2, []]
+    leads, had, time, dear = [0.0] * 3, [0] * 3, 0.0, lambda count: 1 + 0.03 * count
+    for _ in range(data.draw(st.integers(1, 60))):
+        found = [at for at, row in enumerate(chances) if row and data.draw(st.booleans())]
+        least = min((leads[at] for at in range(3) if at not in found), default=0.0)
+        told = [leads[at] for at in found]
+        lengths = choose_lengths([chances[at] for at in found], 3, dear, 16, leads=told, least_lead=least)
+        count = sum(lengths)
+        time += dear(count)
+        for at in range(3):
+            length = lengths[found.index(at)] if at in found else 0
+            # As many right as was expected: who gets fewer is unlucky, and nobody can know it before.
+            right = -int(-gain(chances[at], length) // 1)
+            had[at] += 1 + right
+            if count:
+                leads[at] = next_lead(leads[at], right, dear(count))
+            assert 0 <= leads[at] <= MOST_LEAD
+    assert min(had) >= time * (1 - MOST_LOSS) - 1e-9
+
+
 def test_the_best_guesses_are_taken_and_hopeless_ones_are_not() -> None:
     chances = [[0.9, 0.9, 0.9], [0.5, 0.1, 0.1], [0.05]]
     assert choose_lengths(chances, 3, lambda count: 1 + 0.08 * count, 9)[2] == 0
@@ -113,6 +146,7 @@ class Slow:
 
 class Choice:
     most_guesses = 4
+    lead = 0.0
     sampler_state = None
     state = SequenceState.RUNNING
 

@@ -7,6 +7,7 @@ each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -15,36 +16,48 @@ LEAST_GAIN = 1.05
 """Below that a gain in tokens per second is not worth its risk: chances and costs are estimates, and the best of many
 guesses are those whose chances are taken for too high."""
 MOST_LOSS = 0.05
-"""Tokens per second that a choice may lose to the guesses of others."""
+"""Tokens per second that a choice may lose to the guesses of others, beside what it has gained by its own before."""
+MOST_LEAD = 16.0
+"""Tokens. An answer that was guessed well for long is not slowed down for as long afterwards."""
 _HOPELESS = 0.75
 """When the rate has fallen to this much of the best, further guesses are not looked at."""
 
 
 def choose_lengths(
-    chances: Sequence[Sequence[float]], num_choices: int, cost: Callable[[int], float], most: int
+    chances: Sequence[Sequence[float]],
+    num_choices: int,
+    cost: Callable[[int], float],
+    most: int,
+    *,
+    leads: Sequence[float] | None = None,
+    least_lead: float = 0.0,
 ) -> list[int]:
     """How many guesses of each choice to check, `most` in all.
 
     `chances[i][j]` is that of guess j of choice i to be right where those before it are; `num_choices` counts choices
-    without guesses too. `cost(k)` is the duration of a step with k guesses, over one without.
+    without guesses too. `cost(k)` is the duration of a step with k guesses, over one without. `leads[i]`: tokens that
+    choice i is ahead of where it would be without guesses, and may lose again; `least_lead`: the least of those of
+    choices without guesses, of which there may be none.
     """
     ranked = sorted((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul))
-    gains = [0.0] * len(chances)
+    ahead = [0.0] * len(chances) if leads is None else list(leads)
+    others = least_lead if len(chances) < num_choices else math.inf
     lengths = [0] * len(chances)
     best, highest, total = lengths.copy(), LEAST_GAIN, 0.0
     for count, (value, choice) in enumerate(ranked[:most], start=1):
-        gains[choice] -= value
+        ahead[choice] -= value
         total -= value
         lengths[choice] += 1
         slower = cost(count)
         rate = (1 + total / num_choices) / slower
-        if rate > highest and _least_gain(gains, num_choices) >= slower * (1 - MOST_LOSS):
+        if rate > highest and 1 + min(others, *ahead) >= slower * (1 - MOST_LOSS):
             best, highest = lengths.copy(), rate
         elif rate < highest * _HOPELESS:
             break
     return best
 
 
-def _least_gain(gains: Sequence[float], num_choices: int) -> float:
-    """Tokens of the choice that gets fewest out of the step."""
-    return 1.0 + (0.0 if len(gains) < num_choices else min(gains))
+def next_lead(lead: float, right: int, slower: float) -> float:
+    """Tokens that a choice is ahead of where it would be without guesses, behind a step in which `right` guesses of it
+    were right, and which took `slower` times what it would have taken without guesses. Never below 0."""
+    return min(MOST_LEAD, max(0.0, lead + 1 + right - slower))

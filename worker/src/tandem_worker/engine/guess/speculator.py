@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tandem_worker.engine.guess.budget import choose_lengths
+from tandem_worker.engine.guess.budget import choose_lengths, next_lead
 from tandem_worker.engine.guess.contract import Guess, Guesser, Source
 from tandem_worker.engine.guess.costs import StepCosts
 from tandem_worker.engine.schedule.plan import StepPlan
@@ -124,19 +124,25 @@ class Speculator:
             return {}
         if not self._settings.adaptive:
             return _take_all(found, most)
-        rows, relative = plan.num_tokens, self.costs.relative
-        before = relative(rows) / (1 + (self._ahead or 0.0))
         lengths = choose_lengths(
             [guess.chances for guess in found.values()],
             len(plan.decodes),
-            lambda count: relative(rows + count) / before + _WAVES,
+            self._slowness(plan.num_tokens),
             most,
+            leads=[sequence.lead for sequence in found],
+            least_lead=min((each.lead for each in plan.decodes if each not in found), default=0.0),
         )
         return {
             sequence: guess._replace(tokens=guess.tokens[:length])
             for (sequence, guess), length in zip(found.items(), lengths, strict=True)
             if length
         }
+
+    def _slowness(self, rows: int) -> Callable[[int], float]:
+        """By the number of guesses the duration of a step of so many rows beside them, over one without any."""
+        relative = self.costs.relative
+        before = relative(rows) / (1 + (self._ahead or 0.0))
+        return lambda count: relative(rows + count) / before + _WAVES
 
     def without_guesses(self, plan: StepPlan, seconds: float) -> float:
         """What a step that took so many seconds would have taken without guesses, by what rows cost."""
@@ -154,6 +160,10 @@ class Speculator:
             source = self._sources[sequence]
             self.drafted[source] += len(tokens)
             self.accepted[source] += right.get(sequence, 0)
+        if plan.guesses:
+            slower = self._slowness(plan.num_tokens - plan.num_guesses)(plan.num_guesses)
+            for sequence in plan.decodes:
+                sequence.lead = next_lead(sequence.lead, right.get(sequence, 0), slower)
         if not plan.chunks:
             self._learn(plan, seconds)
         self._planned, self._sources = None, {}

@@ -133,6 +133,7 @@ class Sequence:
         "guessing",
         "key",
         "last_input",
+        "lead",
         "load_asks",
         "load_tried",
         "lockstep",
@@ -200,6 +201,8 @@ class Sequence:
         """Belongs to the engine's sampler; survives preemption."""
         self.guessing: Any = None
         """Belongs to whoever guesses this sequence's next tokens (`engine.guess`); survives preemption."""
+        self.lead = 0.0
+        """Tokens that it is ahead of where it would be without guesses, and may lose to those of others."""
 
     def __lt__(self, other: Sequence) -> bool:
         return self.key < other.key
