@@ -258,7 +258,8 @@ class ExecutorBuilder(Protocol):
         ...
 
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
-        """KV blocks that every rank has room for. Raises GroupLostError, and StartupError where ranks differ."""
+        """KV blocks that every rank has room for; `model` says of its rows from then on what all ranks keep. Raises
+        GroupLostError, and StartupError where ranks differ."""
         ...
 
     def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> ModelExecutor:
