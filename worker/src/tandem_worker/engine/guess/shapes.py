@@ -15,7 +15,7 @@ MOST_ALTERNATIVES = 16
 """Shapes that one value may have, the first ones of more."""
 MOST_SHAPES = 128
 """Shapes that one value may have where it is one of several functions, or is in an object that may be one of several;
-and texts that are looked at of all of them."""
+and texts of all of them among which one is guessed."""
 MOST_TEXTS = 64
 """Texts of an enumeration that are known, the first ones of more."""
 _MOST_TEXT = 256
@@ -101,7 +101,8 @@ class Shapes:
 def join(groups: Sequence[tuple[Shape, ...]]) -> tuple[Shape, ...]:
     """The shapes of all groups, each once, the first ones of more than a value may have. Without a bound there would be
     a power of them where alternatives have values of alternatives."""
-    first, *others = groups or ((),)
+    distinct = {id(group): group for group in groups}  # many may leave it to the same part of the schema
+    first, *others = distinct.values() or ((),)
     return tuple(islice(dict.fromkeys(chain(first, *others)), MOST_SHAPES)) if others else first
 
 
@@ -115,13 +116,14 @@ def _infer(schema: Mapping[str, Any]) -> str | None:
 class Shape:
     """One kind of value."""
 
-    __slots__ = ("_names", "_properties", "_required", "_schema", "_shapes", "begins", "closed", "texts")
+    __slots__ = ("_is_text", "_names", "_properties", "_required", "_schema", "_shapes", "begins", "closed", "texts")
 
     def __init__(self, shapes: Shapes, schema: Mapping[str, Any], kind: str | None) -> None:
         self._shapes = shapes
         self._schema = schema
         self.texts = _texts(schema, kind)
         """The whole value, where it is one of a few."""
+        self._is_text = frozenset(self.texts)
         self.begins = {"object": b"{", "array": b"[", "string": b'"'}.get(kind or "", b"")
         """First character of the value; nothing where that is open."""
         properties = schema.get("properties") if kind == "object" else None
@@ -131,6 +133,10 @@ class Shape:
         self._required: list[Any] = required if isinstance(required, list) else []
         self.closed = schema.get("additionalProperties") is False
         """It has no properties but those that are named."""
+
+    def has_text(self, text: bytes) -> bool:
+        """Whether it is one of `texts`."""
+        return text in self._is_text
 
     def name(self, place: int) -> bytes | None:
         """The text of the property at a place in their order; None behind the last one."""
