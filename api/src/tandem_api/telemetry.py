@@ -14,7 +14,7 @@ MOST = 2**63 - 1
 Amount = Annotated[FiniteFloat, Field(ge=0, le=MOST)]
 MAX_PROMPT_NAME = 128
 MAX_PROMPTS = 128
-"""Names in one sample; with other figures less than the 16 KiB that gateways read."""
+"""Names in one sample; with other figures, those of 128 ranks too, less than the 64 KiB that gateways read."""
 MAX_FAILING, MAX_ADDRESS = 64, 256
 """Addresses in one sample, and characters of one."""
 Count = Annotated[int, Field(ge=0, le=MOST)]

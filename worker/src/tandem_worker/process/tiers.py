@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _KEPT_SHARE = 8
 """One block in so many may be pinned for a tier that writes more slowly than another one."""
 _FAILING_BYTES = 2 * 1024
-"""Most bytes of all addresses in a sample together, as of 64 of IPv4 with room to spare: a gateway reads 16 KiB."""
+"""Most bytes of all addresses in a sample together, as of 64 of IPv4 with room to spare: a gateway reads 64 KiB."""
 
 
 @dataclass(slots=True, kw_only=True)
