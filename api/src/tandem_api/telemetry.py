@@ -14,7 +14,9 @@ MOST = 2**63 - 1
 Amount = Annotated[FiniteFloat, Field(ge=0, le=MOST)]
 MAX_PROMPT_NAME = 128
 MAX_PROMPTS = 128
-"""Names in one sample; with other figures less than the 16 KiB that gateways read."""
+"""Names in one sample; with other figures, those of 128 ranks too, less than the 64 KiB that gateways read."""
+MAX_FAILING, MAX_ADDRESS = 64, 256
+"""Addresses in one sample, and characters of one."""
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
@@ -48,10 +50,10 @@ class TierTelemetry(Wire):
     """Why it is not in use, in a word; absent while it is."""
     message: Annotated[str, Field(max_length=1000)] = ""
     """As a sentence. Without a reason: workers of whom nothing comes, while others give what they have."""
-    failing: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = Field(
+    failing: Annotated[list[Annotated[str, Field(max_length=MAX_ADDRESS)]], Field(max_length=MAX_FAILING)] = Field(
         default_factory=list[str]
     )
-    """Addresses of the workers of whom nothing comes, where it is `peer`."""
+    """Addresses of the workers of whom nothing comes, where it is `peer`; the first ones of many."""
     capacity_tokens: Count = 0
     """For which there is room."""
     stored_tokens: Count = 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_api.telemetry import MOST, Metric, TierTelemetry, WorkerTelemetry
+from tandem_api.telemetry import MOST, Metric, RankTelemetry, TierTelemetry, WorkerTelemetry
 from tandem_gateway.process.settings import parse_settings
 from tandem_gateway.scheduling import Demand, Worker
 from tandem_gateway.scheduling.scheduler import MOST_OTHERS
@@ -167,6 +167,18 @@ async def test_a_worker_is_asked_again_and_again_over_one_connection(poller, ope
     assert port.connections == 1
     assert port.asked[0].startswith(b"GET /telemetry HTTP/1.1\r\n")
     assert set(poller.reads) == {"ok"}
+
+
+async def test_a_replica_of_many_gpus_is_heard(poller, open_port) -> None:
+    """Each rank tells of its GPU, and the names of prompts have 4 KiB."""
+    figures = {name: 150_000_000_000 for name in RankTelemetry.model_fields if name not in {"rank", "active", "slowed"}}
+    ranks = [RankTelemetry(rank=rank, active=0.93123456789, slowed=False, **figures) for rank in range(128)]
+    sample = SAMPLE.model_copy(update={"ranks": ranks, "prompts": [f"{name:029}" for name in range(128)]})
+    port = await open_port()
+    port.behave = sends(answer(sample.to_json().encode()))
+    poller.take([port.worker()])
+    await until(lambda: poller.sample(port.worker()) is not None)
+    assert poller.sample(port.worker())[0] == sample
 
 
 @pytest.mark.parametrize(

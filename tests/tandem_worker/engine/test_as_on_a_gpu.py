@@ -71,6 +71,7 @@ def test_answers_are_the_plain_engines(make_rig: Callable[..., Rig], seed: int, 
         nonlocal checked_at_launch
         copy = check(output)
         checked_at_launch += copy is not None
+        assert output.layout.checked is output.layout.checked, "the end of the step is to have it from here"
         return copy
 
     rig.engine._executor.check = count

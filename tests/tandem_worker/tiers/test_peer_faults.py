@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tandem_api.telemetry import MAX_ADDRESS, MAX_FAILING
 from tandem_worker.engine.tiers import LoadOrder
+from tandem_worker.process.tiers import describe_tier
 from tandem_worker.tiers import peer_link
 from tandem_worker.tiers.book import Load
 from tandem_worker.tiers.peers import find_failing
+from tandem_worker.tiers.stats import TierStats
 
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers import peer_rig
@@ -255,6 +258,21 @@ def test_who_fails_again_and_again_is_told(
     records: dict[str, peer_link.PeerRecord], failing: dict[str, str], retry_at: float | None
 ) -> None:
     assert find_failing(records, 100.0) == (failing, retry_at)
+
+
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [
+        ([f"10.0.{number // 256}.{number % 256}:8003" for number in range(1024)], MAX_FAILING),
+        (["x" * 295 + ":8003"] * 3, 3),
+        (["x" * 295 + ":8003"] * 1024, 7),
+    ],
+)
+def test_whoever_is_asked_in_vain_a_sample_stays_small(failing: list[str], told: int) -> None:
+    """A rollout of many workers, and requests that name whom they like."""
+    tier = describe_tier(TierStats(tier="peer", failing=tuple(failing)))
+    assert tier.failing == [address[:MAX_ADDRESS] for address in failing[:told]]
+    assert len(tier.to_json()) < 2300
 
 
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:

@@ -34,8 +34,8 @@ ANSWER_SECONDS = 2.0
 """From the request to the end of the answer, connecting included."""
 KEEP_SECONDS = 60.0
 """An older sample is none."""
-MAX_BYTES = 16 * 1024
-"""Bytes of an answer. A sample takes about one."""
+MAX_BYTES = 64 * 1024
+"""Bytes of an answer. A sample takes about a thousand, and 256 for each rank of a replica besides."""
 LONGEST_PAUSE = 10.0
 """Between reads of a worker that does not answer, unless all are asked more seldom."""
 MISSED_AFTER = 3

@@ -208,6 +208,57 @@ def test_the_work_does_not_grow_with_texts_of_alternatives() -> None:
     assert work(16) < 2 * work(1) + shapes
 
 
+def test_the_work_does_not_grow_with_texts_of_alternatives_within_each_other() -> None:
+    """A value that is like none of eight times sixteen enumerations."""
+
+    def work(count: int) -> int:
+        kinds = [
+            {
+                "type": "array",
+                "items": {"anyOf": [{"enum": [f"{kind} {way} {n}" for n in range(64)]} for way in range(16)]},
+            }
+            for kind in range(count)
+        ]
+        reader = begin({"anyOf": kinds})
+        reader.feed(b'["')
+        foresee(reader)  # what there is once for each part of the schema is done
+        reader.feed(b"never there")
+        return count_instructions(lambda: foresee(reader))
+
+    assert work(8) < 1.1 * work(1)
+
+
+def test_who_comes_to_many_enumerations_at_once_spells_a_few() -> None:
+    """Objects of eight times sixteen kinds that have one each, of any type."""
+    types = ["array", "boolean", "integer", "null", "number", "object", "string"]
+
+    def work(count: int) -> int:
+        kinds = [
+            {"type": "object", "properties": {"k": {"type": types, "enum": [f"{kind} {n}" for n in range(64)]}}}
+            for kind in range(16 * count)
+        ]
+        outer = [
+            {"type": "object", "properties": {"o": {"anyOf": kinds[start : start + 16]}}}
+            for start in range(0, len(kinds), 16)
+        ]
+        reader = begin({"type": "array", "items": {"anyOf": outer}})
+        return count_instructions(lambda: foresee(reader))
+
+    assert work(8) < 4 * work(1)
+    assert work(1) < 200_000
+
+
+def test_objects_that_say_the_same_are_not_told_by_it() -> None:
+    """However many texts they have: those that nobody has looked at may be it."""
+    values = {"anyOf": [{"enum": [f"{kind}-{number}" for number in range(64)]} for kind in range(16)]}
+    schema = {"anyOf": [{"type": "object", "properties": {"k": values, f"z{n}": {}}} for n in range(16)]}
+    reader = begin(schema)
+    reader.feed(b'{"k": "3-3"')
+    assert foresee(reader) == b', "z0": '
+    reader.feed(b', "z15')
+    assert foresee(reader) == b'": '
+
+
 def test_what_is_kept_of_a_schema_does_not_grow_with_references() -> None:
     texts = [f"{number:0200}" for number in range(64)]
     schema: Any = {"$defs": {"t": {"anyOf": [{"enum": texts}] * 16}}, "items": {"$ref": "#/$defs/t"}}

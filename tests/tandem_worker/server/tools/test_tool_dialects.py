@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.server.dialects.openai.chunks import join_tool_deltas
-from tandem_worker.server.structured.compiler import embed_json_schema
+from tandem_worker.server.structured.compiler import MOST_READ, embed_json_schema
 from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.text.output import Parsed, TextParser
 from tandem_worker.server.tools import parameters
@@ -241,4 +241,9 @@ def test_schemas_that_every_parameter_repeats_have_a_limit(name: str) -> None:
         patch.setattr(parameters, "embed_json_schema", write)
         with pytest.raises(GrammarError, match="512 KiB"):
             build_grammar(FORMATS[name], ToolOptions(mode="required", tools=tools, callable_tools=tools), {})
-    assert sum(map(len, written)) < 1_000_000
+        assert sum(map(len, written)) < 1_000_000
+        written.clear()
+        options = ToolOptions(mode="auto", tools=tools, callable_tools=tools)
+        with pytest.raises(GrammarError, match="16 KiB"):  # read for guesses alone, beside other requests
+            build_grammar(FORMATS[name], options, {}, most_bytes=MOST_READ)
+        assert sum(map(len, written)) < 32_000

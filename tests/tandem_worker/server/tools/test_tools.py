@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from tandem_worker.server.answer import shaping
+from tandem_worker.server.structured import compiler
 from tandem_worker.server.structured.contract import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
+from tandem_worker.server.tools.formats import build_grammar
 
 WEATHER: Any = {
     "type": "function",
@@ -293,3 +295,33 @@ async def test_nothing_is_guessed_where_nothing_is_known_or_much_would_have_to_b
     for options in ({}, {"tools": [large]}, {"tools": [function(nested)]}, {"tools": [WEATHER], "tool_choice": "none"}):
         await worker.client.chat.completions.create(model="tiny", messages=ASK, max_tokens=4, **options)
     assert [request.literals is None for request in seen] == [True, True, False, True]
+
+
+async def test_the_texts_of_equal_functions_are_read_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread of all requests: of a thousand that bring the same functions, one pays; and so where nothing can be
+    known of them."""
+    seen, written = see_requests(worker), []
+
+    def write(*arguments: Any, **options: Any) -> str:
+        written.append(options["most_bytes"])
+        return build_grammar(*arguments, **options)
+
+    monkeypatch.setattr(shaping, "build_grammar", write)
+    monkeypatch.setattr(compiler, "MOST_READ", 1000)
+    read_once, other = ({**WEATHER["function"], "name": name} for name in ("read_once", "another_one"))
+    described = {**read_once, "description": "of a place"}
+    many = [{"name": f"do_{number}"} for number in range(8)]
+    asked: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        *3 * (([read_once], {}),),
+        ([described], {}),
+        *2 * ((many, {}),),
+        ([other], {}),
+        ([read_once], {"parallel_tool_calls": False}),
+    ]
+    for functions, options in asked:
+        tools: Any = [{"type": "function", "function": function} for function in functions]
+        await worker.client.chat.completions.create(model="tiny", messages=ASK, tools=tools, max_tokens=4, **options)
+    assert [request.literals is None for request in seen] == [False] * 4 + [True] * 2 + [False] * 2
+    assert written == [16 << 10] * 4
+    ways = {id(request.literals().__dict__["_literals"]) for request in seen if request.literals is not None}
+    assert len(ways) == 3

@@ -171,16 +171,21 @@ def test_look_ups_that_wait_are_made_together(address: str) -> None:
     assert tier._asks.get() is None, "the thread ends after these"
 
 
-def test_what_another_look_up_has_told_meanwhile_is_not_one_more_in_vain(address: str) -> None:
-    """Many send the same prompt at once, and the store has it: it is asked once, and stays worth it."""
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.parametrize(("found", "in_vain"), [(True, 0), (False, 1)])
+def test_of_many_that_ask_for_the_same_one_look_up_is_made_and_counted(
+    address: str, found: bool, in_vain: int, count: int
+) -> None:
+    """Many send the same prompt at once, so short that one call takes them all, or not: where the store has it, it
+    stays worth being asked, and where not, it was in vain once."""
     rig = StoreRig(address, usable=False)
-    tier, names = rig.tier, tuple(bytes([number]) * 16 for number in range(200))
+    tier, names = rig.tier, tuple(bytes([number]) * 16 for number in range(count))
     rig.close()  # the threads have gone: nobody else takes them
     made: list[int] = []
 
     def find(asked: Sequence[bytes]) -> None:
         made.append(len(asked))
-        tier._slots._note(asked)
+        (tier._slots._note if found else tier._slots.note_absent)(asked)
 
     tier._slots.ask = find  # type: ignore[method-assign]
     for load in range(8):
@@ -189,7 +194,7 @@ def test_what_another_look_up_has_told_meanwhile_is_not_one_more_in_vain(address
         tier._asks.put(order)
     tier._asks.put(None)
     tier._run_asks()
-    assert (made, tier._odds.in_vain, tier._asking) == ([200], 0, {})
+    assert (made, tier._odds.in_vain, tier._asking) == ([count], in_vain, {})
 
 
 def test_what_is_known_to_be_there_is_loaded_where_a_look_up_for_the_rest_is_late(address: str) -> None:

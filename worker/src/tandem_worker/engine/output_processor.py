@@ -14,7 +14,7 @@ import torch
 
 from tandem_worker.engine.block_reports import PeerPrompts
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.engine.execute.batch import LogitsLayout, list_checked
+from tandem_worker.engine.execute.batch import LogitsLayout
 from tandem_worker.engine.execute.executor import ModelExecutor, may_check_at_once
 from tandem_worker.engine.guess.speculator import Speculator
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome, join_deltas
@@ -152,7 +152,7 @@ class OutputProcessor:
         """The next tokens of a step with guesses, all at once or wave by wave."""
         sampler = self._executor.sampler
         if tokens is not None or (sampler.checks_at_once and self._drafting is None):
-            checked = list_checked(layout)
+            checked = layout.checked
             if tokens is None and may_check_at_once(sampler, checked):
                 tokens = sampler.choose_checked(logits, checked).tolist()
             if tokens is not None:

@@ -26,6 +26,12 @@ class RankReport(Wire):
     """Its part of every block."""
     share: KVLayout
     """Shape of that part."""
+    inexact: str | None = None
+    """`CausalLM.inexact` of its layers, on its processor."""
+    exact_rows: int = 1
+    """`CausalLM.exact_rows` of those."""
+    has_head: bool | None = None
+    """Whether it computes with a draft head; None: it does not say."""
 
 
 class GroupPlan(Wire):
@@ -57,3 +63,22 @@ def check_reports(reports: Sequence[RankReport]) -> None:
                 f"Rank {rank} computes in {report.dtype}, rank 0 in {first.dtype}: set the engine's dtype instead of "
                 "leaving it to what each machine supports.",
             )
+        if None not in {report.has_head, first.has_head} and report.has_head != first.has_head:
+            having, lacking = (rank, 0) if report.has_head else (0, rank)
+            why = reports[lacking].inexact
+            raise StartupError(
+                "GroupMismatch",
+                f"Rank {having} guesses with a draft head and rank {lacking} without"
+                + (f", where {why}" if why else "")
+                + ": set spec.engine.speculative.method to Lookup or Off instead of leaving it to what each machine "
+                "computes with, or give all pods of a group the same processors.",
+            )
+
+
+def find_least_exact(reports: Sequence[RankReport]) -> tuple[str | None, int]:
+    """`CausalLM.inexact` and `exact_rows` of a model whose ranks report so: each has layers and a processor of its own,
+    and an answer has the bits of all of them."""
+    least = min(reports, key=lambda report: report.exact_rows)
+    if least.inexact is None and least.exact_rows == 1:
+        return "a rank does not say whether its rows are exact", 1
+    return least.inexact, least.exact_rows

@@ -16,14 +16,14 @@ from tandem_worker.engine.execute.memory import observe_num_blocks, observe_num_
 from tandem_worker.engine.execute.step import StepOutput
 from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.plan import StepPlan
-from tandem_worker.group.agreement import GroupPlan, RankReport, check_reports
+from tandem_worker.group.agreement import GroupPlan, RankReport, check_reports, find_least_exact
 from tandem_worker.group.control.leader import GroupLeader
 from tandem_worker.group.control.link import Loss
 from tandem_worker.group.control.wire import encode_moves, encode_step
 from tandem_worker.group.micro_batches import count_micro_batches, split_step
 from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.contract import CausalLM, KVCache
+from tandem_worker.model.contract import CausalLM, KVCache, has_head
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.parallel.collectives import Collective
 from tandem_worker.parallel.context import ParallelContext
@@ -59,10 +59,12 @@ class GroupSeat:
         return min(report.num_host_blocks for report in self._reports)
 
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
-        """Wait for every rank's report. Raises GroupLostError, and StartupError where they differ."""
+        """Wait for every rank's report: from then on `model` says of its rows what all ranks keep. Raises
+        GroupLostError, and StartupError where they differ."""
         own = describe_rank(model, config, digest, self.context, self.model, self.endpoint)
         self._reports = [own, *(RankReport.model_validate_json(report) for report in self.leader.collect())]
         check_reports(self._reports)
+        model.inexact, model.exact_rows = find_least_exact(self._reports)
         self._head_kv_heads = _count_head_kv_heads(model)
         return min(report.num_blocks for report in self._reports)
 
@@ -104,6 +106,9 @@ def describe_rank(
             first_layer=layers.start, num_layers=share.num_layers, tp_rank=context.tp_rank, tp_size=context.tp_size
         ),
         share=share,
+        inexact=model.inexact,
+        exact_rows=model.exact_rows,
+        has_head=has_head(model),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_api.launch import WorkerConfig
-from tandem_api.telemetry import Metric, TierTelemetry
+from tandem_api.telemetry import MAX_ADDRESS, MAX_FAILING, Metric, TierTelemetry
 
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _KEPT_SHARE = 8
 """One block in so many may be pinned for a tier that writes more slowly than another one."""
+_FAILING_BYTES = 2 * 1024
+"""Most bytes of all addresses in a sample together, as of 64 of IPv4 with room to spare: a gateway reads 64 KiB."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,12 +205,25 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
         tier=stats.tier,
         reason=stats.reason,
         message=stats.message[:1000],
-        failing=list(stats.failing),
+        failing=_name_failing(stats.failing),
         capacity_tokens=stats.capacity_tokens,
         stored_tokens=stats.stored_tokens,
         horizon=stats.horizon,
         tokens_per_second=stats.tokens_per_second,
     )
+
+
+def _name_failing(failing: Sequence[str]) -> list[str]:
+    """As many of these addresses as a sample has room for: a sample that is too large, or that cannot be made, would
+    hide everything else that a worker tells. Requests name them, up to any length and number."""
+    room, found = _FAILING_BYTES, list[str]()
+    for address in failing[:MAX_FAILING]:
+        cut = address[:MAX_ADDRESS]
+        room -= len(cut) + 3
+        if room < 0:
+            break
+        found.append(cut)
+    return found
 
 
 def add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:

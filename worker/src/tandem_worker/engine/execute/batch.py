@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ Wave = dict[Sequence, tuple[int, int]]
 """The n-th guesses of a step, by sequence: the token, and the row of its logits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogitsLayout:
     """Which rows of the logits belong to whom. Decodes come first, in `sequences` order."""
 
@@ -54,19 +54,22 @@ class LogitsLayout:
     """Chunks all of whose positions have logits, and the row of the first."""
     waves: list[Wave]
     """The first guesses of all sequences that have any, then the second ones, and so on."""
+    _checked: list[CheckedRows] | None = field(default=None, init=False, repr=False, compare=False)
 
-
-def list_checked(layout: LogitsLayout) -> list[CheckedRows]:
-    """The sequences of a layout and their guesses, in order."""
-    guesses: dict[Sequence, tuple[int, ...]] = {}
-    for wave in layout.waves:
-        for sequence, (guess, _) in wave.items():
-            guesses[sequence] = (*guesses.get(sequence, ()), guess)
-    rows = range(len(layout.sequences)) if layout.rows is None else layout.rows
-    return [
-        CheckedRows(sequence, row, guesses.get(sequence, ()))
-        for sequence, row in zip(layout.sequences, rows, strict=True)
-    ]
+    @property
+    def checked(self) -> list[CheckedRows]:
+        """The sequences and their guesses, in order. Made once: the launch of a step on a GPU asks, and its end."""
+        if self._checked is None:
+            guesses: dict[Sequence, tuple[int, ...]] = {}
+            for wave in self.waves:
+                for sequence, (guess, _) in wave.items():
+                    guesses[sequence] = (*guesses.get(sequence, ()), guess)
+            rows = range(len(self.sequences)) if self.rows is None else self.rows
+            self._checked = [
+                CheckedRows(sequence, row, guesses.get(sequence, ()))
+                for sequence, row in zip(self.sequences, rows, strict=True)
+            ]
+        return self._checked
 
 
 class BlockTable:

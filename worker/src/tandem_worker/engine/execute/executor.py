@@ -13,7 +13,7 @@ import torch
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import GroupLostError
-from tandem_worker.engine.execute.batch import BatchBuilder, list_checked
+from tandem_worker.engine.execute.batch import BatchBuilder
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.execute.step import StepOutput
@@ -220,7 +220,7 @@ class ModelExecutor:
     def check(self, output: StepOutput) -> HostCopy | None:
         """Launch the choice of the tokens at all places of a step with guesses; None where they are chosen one wave
         after another, because somebody has to see one before the next can be chosen."""
-        checked = list_checked(output.layout)
+        checked = output.layout.checked
         if not may_check_at_once(self.sampler, checked):
             return None
         return self._copier.start(self.sampler.choose_checked(output.logits, checked))
@@ -258,7 +258,8 @@ class ExecutorBuilder(Protocol):
         ...
 
     def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
-        """KV blocks that every rank has room for. Raises GroupLostError, and StartupError where ranks differ."""
+        """KV blocks that every rank has room for; `model` says of its rows from then on what all ranks keep. Raises
+        GroupLostError, and StartupError where ranks differ."""
         ...
 
     def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> ModelExecutor:

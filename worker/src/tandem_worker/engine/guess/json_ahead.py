@@ -17,6 +17,8 @@ MOST_AHEAD = 64
 """Bytes that are foreseen at once."""
 MOST_KEPT = 256
 """Bytes of a name or value that are remembered: longer ones are not told apart."""
+_MOST_LOOKED_AT = 1024
+"""Texts of all shapes of a value that are looked at, the first ones of more: a tenth of a millisecond."""
 
 
 class Grade(IntEnum):
@@ -136,10 +138,23 @@ def narrow(opened: list[Open], text: bytes) -> None:
     """A value is complete: where it is named by some of the shapes of its object alone, the object is one of these."""
     if not opened or len(opened[-1].shapes) < 2 or not opened[-1].is_object:
         return
-    top = opened[-1]
-    fitting = tuple(shape for shape in top.shapes if any(text in value.texts for value in shape.value(top.key)))
+    top, room = opened[-1], _MOST_LOOKED_AT
+    fitting: list[Shape] = []
+    known: dict[int, bool] = {}
+    """Whether the text is one of those of a group of values, which several shapes may share."""
+    for place, shape in enumerate(top.shapes):
+        if room <= 0:  # the others may be it
+            fitting.extend(top.shapes[place:])
+            break
+        values = shape.value(top.key)
+        fits = known.get(id(values))
+        if fits is None:
+            room -= max(1, sum(value.num_texts for value in values))
+            fits = known[id(values)] = any(text in value.texts for value in values)
+        if fits:
+            fitting.append(shape)
     if fitting:
-        opened[-1] = top._replace(shapes=fitting)
+        opened[-1] = top._replace(shapes=tuple(fitting))
 
 
 class JsonWriter:
@@ -188,8 +203,8 @@ class JsonWriter:
 
     def rest_of_value(self, shapes: tuple[Shape, ...], written: bytes, *, is_text: bool) -> None:
         """The rest of a value that has begun: one of its texts, or the end of a number."""
-        every = ((text, shape) for shape in shapes for text in shape.texts if text.startswith(written))
-        fitting = list(islice(every, MOST_SHAPES))
+        every = islice(((text, shape) for shape in shapes for text in shape.texts), _MOST_LOOKED_AT)
+        fitting = list(islice(((text, shape) for text, shape in every if text.startswith(written)), MOST_SHAPES))
         if fitting:
             text, shape = fitting[0]
             recent = self._recent.get(shape)
@@ -244,7 +259,7 @@ class JsonWriter:
         top = self._open[-1]
         self._found.add(b":")
         self.space(b":", b"")
-        self.value(join([shape.value(top.key) for shape in top.shapes]))
+        self.value(join(shape.value(top.key) for shape in top.shapes))
 
     def go_on(self, written: bytes = b"", grade: Grade = Grade.SURE) -> None:
         """A value is complete: the next member of what is open, or its end."""
@@ -267,7 +282,7 @@ class JsonWriter:
                 found.add(b",", max(grade, Grade.MORE))
                 self._open[-1] = top._replace(place=top.place + 1)
                 self.space(b",", b"")
-                self.value(join([each.item(top.place + 1) for each in top.shapes]))
+                self.value(join(each.item(top.place + 1) for each in top.shapes))
                 return
             self._end(top, written, grade)
             written, grade = b"", Grade.SURE

@@ -132,7 +132,7 @@ class JsonReader:
         """The value that was kept is complete: it may tell what its object is."""
         text = bytes(self._kept)
         for shape in self._shapes:
-            if len(shape.texts) > 1:
+            if shape.num_texts > 1:
                 self._recent[shape] = text
         narrow(self._open, text)
         self._close_value()
@@ -158,7 +158,7 @@ class JsonReader:
             case At.COLON:
                 self._behind = mark
                 top = self._open[-1]
-                self._shapes = join([shape.value(top.key) for shape in top.shapes])
+                self._shapes = join(shape.value(top.key) for shape in top.shapes)
                 self.at = At.VALUE if mark == b":" else At.LOST
             case _:
                 if mark == b",":
@@ -184,7 +184,7 @@ class JsonReader:
             if mark == b"{":
                 self.at = At.NAME
             else:
-                self._shapes = join([shape.item(0) for shape in shapes])
+                self._shapes = join(shape.item(0) for shape in shapes)
         elif mark == b"]" and self._open and not self._open[-1].is_object:
             self._close(mark)
         else:
@@ -199,7 +199,7 @@ class JsonReader:
         else:
             place = top.place + 1
             self._open[-1] = top._replace(place=place)
-            self._shapes = join([shape.item(place) for shape in top.shapes])
+            self._shapes = join(shape.item(place) for shape in top.shapes)
             self.at = At.VALUE
 
     def _close(self, mark: bytes) -> None:

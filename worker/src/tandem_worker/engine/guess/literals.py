@@ -36,7 +36,7 @@ class Word(NamedTuple):
 
     def begin(self, style: Style) -> JsonReader:
         """A reader of the JSON that follows."""
-        return JsonReader(join([value.of(value.root) for value in self.values]), style)
+        return JsonReader(join(value.of(value.root) for value in self.values), style)
 
 
 class Spelling:

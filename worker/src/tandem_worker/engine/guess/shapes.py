@@ -7,15 +7,15 @@ schema of any size costs nothing before. What it says is what is likely, not wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 MOST_ALTERNATIVES = 16
 """Shapes that one value may have, the first ones of more."""
 MOST_SHAPES = 128
 """Shapes that one value may have where it is one of several functions, or is in an object that may be one of several;
-and texts that are looked at of all of them."""
+and texts of all of them among which one is guessed."""
 MOST_TEXTS = 64
 """Texts of an enumeration that are known, the first ones of more."""
 _MOST_TEXT = 256
@@ -48,8 +48,20 @@ class Shapes:
         """What a value may look like by a part of the schema, likeliest first; nothing where anything may come."""
         known = self._known.get(id(schema))
         if known is None:
-            known = self._known[id(schema)] = self._collect(schema)
+            part = self._follow(schema)
+            known = self._known.get(id(part))
+            if known is None:
+                known = self._known[id(part)] = self._collect(part)
+            self._known[id(schema)] = known
         return known
+
+    def _follow(self, schema: Any) -> Any:
+        """What a part of the schema refers to, where it does nothing else: many may refer to the same."""
+        for _ in range(_MOST_HOPS):
+            if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+                break
+            schema = self._resolve(reference)
+        return schema
 
     def _collect(self, schema: Any) -> tuple[Shape, ...]:
         found: dict[Shape, None] = {}
@@ -98,11 +110,19 @@ class Shapes:
         return part
 
 
-def join(groups: Sequence[tuple[Shape, ...]]) -> tuple[Shape, ...]:
-    """The shapes of all groups, each once, the first ones of more than a value may have. Without a bound there would be
-    a power of them where alternatives have values of alternatives."""
-    first, *others = groups or ((),)
-    return tuple(islice(dict.fromkeys(chain(first, *others)), MOST_SHAPES)) if others else first
+def join(groups: Iterable[tuple[Shape, ...]]) -> tuple[Shape, ...]:
+    """The shapes of all groups, each once, the first ones of more than a value may have: no further group is made then.
+    Without a bound there would be a power of them where alternatives have values of alternatives."""
+    distinct: dict[int, tuple[Shape, ...]] = {}
+    """Many may leave it to the same part of the schema, which keeps its group."""
+    found: dict[Shape, None] = {}
+    for group in groups:
+        if id(group) not in distinct:
+            distinct[id(group)] = group
+            found.update(dict.fromkeys(group))
+            if len(found) >= MOST_SHAPES:
+                break
+    return next(iter(distinct.values())) if len(distinct) == 1 else tuple(islice(found, MOST_SHAPES))
 
 
 def _infer(schema: Mapping[str, Any]) -> str | None:
@@ -115,13 +135,15 @@ def _infer(schema: Mapping[str, Any]) -> str | None:
 class Shape:
     """One kind of value."""
 
-    __slots__ = ("_names", "_properties", "_required", "_schema", "_shapes", "begins", "closed", "texts")
+    __slots__ = ("_names", "_properties", "_required", "_schema", "_shapes", "_texts", "begins", "closed", "num_texts")
 
     def __init__(self, shapes: Shapes, schema: Mapping[str, Any], kind: str | None) -> None:
         self._shapes = shapes
         self._schema = schema
-        self.texts = _texts(schema, kind)
-        """The whole value, where it is one of a few."""
+        listed, literals = _list_values(schema), _LITERALS.get(kind or "", ())
+        self.num_texts = len(literals if listed is None else listed)
+        """As many `texts` as there are at the most; takes no time."""
+        self._texts: tuple[bytes, ...] | None = literals if listed is None else None
         self.begins = {"object": b"{", "array": b"[", "string": b'"'}.get(kind or "", b"")
         """First character of the value; nothing where that is open."""
         properties = schema.get("properties") if kind == "object" else None
@@ -131,6 +153,14 @@ class Shape:
         self._required: list[Any] = required if isinstance(required, list) else []
         self.closed = schema.get("additionalProperties") is False
         """It has no properties but those that are named."""
+
+    @property
+    def texts(self) -> tuple[bytes, ...]:
+        """The whole value, where it is one of a few. Spelled when somebody asks first: a token that comes to a hundred
+        enumerations at once looks at the first ones of them."""
+        if self._texts is None:
+            self._texts = _texts(self._schema)
+        return self._texts
 
     def name(self, place: int) -> bytes | None:
         """The text of the property at a place in their order; None behind the last one."""
@@ -212,12 +242,14 @@ def _read(text: bytes) -> str | None:
         return None
 
 
-def _texts(schema: Mapping[str, Any], kind: str | None) -> tuple[bytes, ...]:
+def _list_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema names; None where it names none."""
     if "const" in schema:
-        values: list[Any] = [schema["const"]]
-    elif isinstance(schema.get("enum"), list):
-        values = list(islice(schema["enum"], MOST_TEXTS))
-    else:
-        return _LITERALS.get(kind or "", ())
-    scalars = [each for each in values if not isinstance(each, Mapping | list)]
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values[:MOST_TEXTS] if isinstance(values, list) else None
+
+
+def _texts(schema: Mapping[str, Any]) -> tuple[bytes, ...]:
+    scalars = [each for each in _list_values(schema) or () if not isinstance(each, Mapping | list)]
     return tuple(spell(each) for each in scalars if not isinstance(each, str) or len(each) <= _MOST_TEXT)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.guess.literals import LiteralText
 from tandem_worker.engine.schedule.params import GrammarFactory
@@ -30,7 +32,8 @@ from tandem_worker.server.wire.http import ServiceError
 
 _MAX_QUOTED = 8
 _LITTLE = GrammarLimits(text_bytes=MOST_READ, values=2000, depth=30)
-"""Schemas whose texts are read for guesses alone, on the event loop: the checks and the reading take a millisecond."""
+"""Schemas whose texts are read for guesses alone, on the event loop: the checks take a millisecond at the most, and the
+reading, which the first of many equal ones pays, as `MOST_READ` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +67,17 @@ def _read_calls(request: ChatRequest, model: ServedModel, tool_format: ToolForma
     """The texts of calls that an answer may have and nothing holds it to; None where nothing is known of them."""
     if tool_format is None or request.tools.mode != "auto" or not model.guesses:
         return None
+    tools = request.tools
+    schemas = [tool.parameters for tool in tools.callable_tools]
     try:
-        _LITTLE.check_schema([tool.parameters for tool in request.tools.callable_tools])
-        return model.grammars.read_literals(build_grammar(tool_format, request.tools, model.vocabulary))
-    except GrammarError:  # many functions, or one that the format cannot hold an answer to: nobody asked for that
+        _LITTLE.check_schema(schemas)
+        names = [tool.name for tool in tools.callable_tools]
+        source = orjson.dumps([tool_format.name, tools.parallel, names, schemas])
+    except (GrammarError, orjson.JSONEncodeError):  # many functions, or numbers of any length: nobody asked for that
         return None
+    return model.grammars.read_literals(
+        source, lambda: build_grammar(tool_format, tools, model.vocabulary, most_bytes=MOST_READ)
+    )
 
 
 def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:

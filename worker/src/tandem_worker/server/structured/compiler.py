@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ MAX_CACHED_BYTES = 256 << 20
 LEAST_BYTES = 256 << 10
 """A compiled grammar counts as at least this much: what it shares with freed memory is not seen as growth."""
 MOST_READ = 16 << 10
-"""Characters of a grammar whose texts are read beside other requests: a millisecond."""
+"""Characters of a grammar whose texts are read beside other requests: a millisecond, or five of short ones alone."""
 MAX_READ = 64
-"""Such grammars whose texts are kept, two MiB each at the most."""
+"""Such grammars whose texts are kept, two MiB each at the most, and others of which it is known that none are."""
 MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
 REQUEST_SECONDS = 10.0
@@ -89,8 +89,8 @@ class GrammarCompiler:
         self._confined: Confined | None = None
         self._cache: OrderedDict[bytes, _Outcome] = OrderedDict()
         self._cached_bytes = 0
-        self._read: dict[bytes, LiteralText] = {}
-        """Texts of grammars that are not compiled; used on the event loop."""
+        self._read: dict[bytes, LiteralText | None] = {}
+        """Texts of grammars that are not compiled, by what these are written from; used on the event loop."""
         self._num_pending = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
@@ -154,19 +154,24 @@ class GrammarCompiler:
         self.limits.check_regex(regex)
         return f"{HEADER}start: /{regex_to_lark(regex, '')}/\n"
 
-    def read_literals(self, grammar: str) -> LiteralText | None:
-        """The texts of a grammar that holds nobody, as `build_grammar` makes it; None where it is large: that would
-        take time from the requests beside it."""
+    def read_literals(self, source: bytes, write: Callable[[], str]) -> LiteralText | None:
+        """The texts of a grammar that holds nobody, which `write` makes of `source` alone; None where it makes none, or
+        a large one. Both take time from the requests beside it, so of many that ask for the same the first one pays."""
+        key = hashlib.blake2b(source, digest_size=16).digest()
+        if key not in self._read:
+            self._read[key] = self._read_new(write)
+            if len(self._read) > MAX_READ:
+                del self._read[next(iter(self._read))]
+        return self._read[key]
+
+    def _read_new(self, write: Callable[[], str]) -> LiteralText | None:
+        try:
+            grammar = write()
+        except GrammarError:  # nobody asked for that
+            return None
         if len(grammar) > MOST_READ:
             return None
-        key = _digest(grammar)
-        known = self._read.get(key)
-        if known is None:
-            known = LiteralText(read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)[0])
-            self._read[key] = known
-            while len(self._read) > MAX_READ:
-                del self._read[next(iter(self._read))]
-        return known
+        return LiteralText(read_words(grammar, self._tokenizer.backend_tokenizer.id_to_token)[0])
 
     # -- compiling -------------------------------------------------------------------------------------------------
 

@@ -174,6 +174,8 @@ def _end_of_line(text: str, place: int) -> int:
 
 
 def _unquote(text: str) -> str:
+    if "\\" not in text:
+        return text
     try:
         return str(json.loads(f'"{text}"'))
     except ValueError:

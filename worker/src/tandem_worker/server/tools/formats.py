@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
 from tandem_worker.server.structured.contract import GrammarError
+from tandem_worker.server.structured.limits import TEXT_BYTES
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools import delimited, harmony, hermes, pythonic, xml_call
 from tandem_worker.server.tools.contract import Tool, ToolOptions
@@ -37,6 +38,7 @@ _CLOSABLE = frozenset({
 
 WriteMark = Callable[[str], str]
 """Writes a mark in a grammar: the token where it is one, else its characters."""
+WriteCalls = Callable[[Sequence[Tool], str, WriteMark, Size], tuple[list[str], str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,9 @@ class ToolFormat:
     marks: tuple[str, ...]
     """Texts that must stay visible to the parser although their tokens are special."""
     new_parser: Callable[[ToolOptions], TextParser]
-    calls: Callable[[Sequence[Tool], str, WriteMark], tuple[list[str], str]]
-    """(tools, repetition, mark writer) → rules of a grammar, and the name of the rule for the calls."""
+    calls: WriteCalls
+    """(tools, repetition, mark writer, size) → rules of a grammar, and the name of the rule for the calls. Raises
+    GrammarError."""
     text: str = r"/(.|\n)*/"
     """Lark expression of an answer, or the part of it, that is no call."""
     text_before_calls: bool = True
@@ -84,11 +87,13 @@ def build_grammar(
     *,
     answer_schema: Mapping[str, Any] | None = None,
     enforce_schemas: bool = True,
+    most_bytes: int = TEXT_BYTES,
 ) -> str:
     """Lark grammar of the answers that `options` allow: text and calls, or (required) calls alone.
 
     With `answer_schema` an answer without calls is JSON of that schema. Without `enforce_schemas` the arguments are any
-    JSON object, except of tools that are strict. Raises GrammarError for a schema that the format cannot hold.
+    JSON object, except of tools that are strict. Raises GrammarError for a schema that the format cannot hold, and as
+    soon as formats that repeat parts of schemas have written `most_bytes`.
     """
 
     def write(mark: str) -> str:
@@ -111,7 +116,7 @@ def build_grammar(
             options_of_answer.append(f"{head} TEXT")
             rules = [*rules, f"TEXT: {tool_format.text}"]
     if tools:
-        call_rules, calls = tool_format.calls(tools, repetition, write)
+        call_rules, calls = tool_format.calls(tools, repetition, write, Size(most_bytes))
         text_before = options.mode == "auto" and answer_schema is None and tool_format.text_before_calls
         options_of_answer.append(f"{'TEXT? ' if text_before else ''}{calls}")
         rules = [*rules, *call_rules]
@@ -139,19 +144,19 @@ def _json_calls(tools: Sequence[Tool], key: str) -> list[str]:
     return [f"body: {names}", *bodies]
 
 
-def _hermes_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _hermes_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     call = f'call: {write(hermes.BEGIN)} "\\n" body "\\n" {write(hermes.END)} "\\n"?'
     return [f"calls: call{repetition}", call, *_json_calls(tools, "arguments")], "calls"
 
 
-def _llama_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _llama_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     more = f'("; " body){{0,{MAX_CALLS - 1}}}' if repetition else ""
     return [f"calls: body {more}", *_json_calls(tools, "parameters")], "calls"
 
 
-def _generic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _generic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     closed = [dataclasses.replace(tool, parameters=_close(tool.parameters)) for tool in tools]
-    return _llama_calls(closed, repetition, write)
+    return _llama_calls(closed, repetition, write, size)
 
 
 def _close(schema: Any) -> Any:
@@ -173,8 +178,8 @@ def _close(schema: Any) -> Any:
     return closed
 
 
-def _delimited_calls(marks: Marks, fenced: bool) -> Callable[[Sequence[Tool], str, WriteMark], tuple[list[str], str]]:
-    def rules(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _delimited_calls(marks: Marks, fenced: bool) -> WriteCalls:
+    def rules(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
         calls = f"calls: {write(marks.section_begin)} call{repetition} {write(marks.section_end)}"
         options: list[str] = []
         bodies: list[str] = []
@@ -206,7 +211,7 @@ def _harmony_frame(write: WriteMark) -> tuple[list[str], str, str]:
     return [remark, r"REMARK: /(.|\n)*/"], f"remark{{0,{MAX_REMARKS}}}", f'{channel} "final" {message}'
 
 
-def _harmony_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _harmony_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     channel, message = write(harmony.CHANNEL), write(harmony.MESSAGE)
     kind = f'({write(harmony.CONSTRAIN)}? "json")?'
     options: list[str] = []
@@ -220,10 +225,9 @@ def _harmony_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> 
     return [f"call: {' | '.join(options)}", *bodies], "call"  # one: its end token ends the answer
 
 
-def _pythonic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _pythonic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     more = f'(", " call){{0,{MAX_CALLS - 1}}}' if repetition else ""
     rules = [f'calls: "[" call {more} "]"', f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
-    size = Size()
     for index, tool in enumerate(tools):
         parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)
@@ -248,11 +252,10 @@ def _pythonic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) ->
     return rules, "calls"
 
 
-def _xml_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+def _xml_calls(tools: Sequence[Tool], repetition: str, write: WriteMark, size: Size) -> tuple[list[str], str]:
     call = f'call: {write(hermes.BEGIN)} "\\n" function "\\n" {write(hermes.END)} "\\n"?'
     rules = [f"calls: call{repetition}", call, f"function: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     end = json.dumps(f"\n{xml_call.PARAMETER_END}\n")
-    size = Size()
     for index, tool in enumerate(tools):
         parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)

@@ -56,14 +56,14 @@ def _stays_in_definitions(schema: Any) -> bool:
 class Size:
     """Size of a grammar while it is written: a few schemas that each parameter repeats are soon many megabytes."""
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    def __init__(self, most_bytes: int = TEXT_BYTES) -> None:
+        self._bytes, self._most = 0, most_bytes
 
     def add(self, text: str) -> str:
         """Returns `text`. Raises GrammarError when all of it is more than may be compiled."""
         self._bytes += len(text)
-        if self._bytes > TEXT_BYTES:
-            raise GrammarError(f"it is too large: all of it together may have {TEXT_BYTES // 1024} KiB")
+        if self._bytes > self._most:
+            raise GrammarError(f"it is too large: all of it together may have {self._most // 1024} KiB")
         return text
 
 

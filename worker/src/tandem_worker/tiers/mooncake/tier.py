@@ -204,16 +204,16 @@ class StoreTier(WrittenTier):
             self._end_asks(self._take_asks(lambda each, loads=loads: each.load in loads))
 
     def _look_up(self, together: Sequence[LoadOrder]) -> None:
-        """In one call."""
-        known = [self._slots.count_present(each.asks) for each in together]
+        """In one call. Those that ask for the same are one look-up more, found or in vain."""
+        known = {each.asks: self._slots.count_present(each.asks) for each in together}
         began = self._clock()
         try:
-            self._slots.ask(list(dict.fromkeys(name for each in together for name in each.asks)))
+            self._slots.ask(list(dict.fromkeys(name for asks in known for name in asks)))
         except TierError as error:
             self.health.fail(error)
         else:
-            for each, before in zip(together, known, strict=True):
-                self._odds.note_answer(found=self._slots.count_present(each.asks) > before)
+            for asks, before in known.items():
+                self._odds.note_answer(found=self._slots.count_present(asks) > before)
         self._odds.note_seconds(self._clock() - began)
 
     def _take_waiting(self, order: LoadOrder) -> tuple[list[LoadOrder], LoadOrder | None]:
