@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tandem_worker.tiers.shelf import Shelf
     from tandem_worker.tiers.stats import TierStats
 
+_MOST_TOLD = 64
+"""So many workers of whom nothing comes are told. A message with more is refused."""
 _KEPT_SHARE = 8
 """One block in so many may be pinned for a tier that writes more slowly than another one."""
 
@@ -203,7 +205,7 @@ def describe_tier(stats: TierStats) -> TierTelemetry:
         tier=stats.tier,
         reason=stats.reason,
         message=stats.message[:1000],
-        failing=list(stats.failing),
+        failing=list(stats.failing[:_MOST_TOLD]),
         capacity_tokens=stats.capacity_tokens,
         stored_tokens=stats.stored_tokens,
         horizon=stats.horizon,
@@ -252,6 +254,7 @@ def add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:
     out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", each("stored_tokens"))
     out.gauges(
         Metric.WORKER_KV_TIER_READY,
-        "1 while a tier is in use, 0 while it is switched off; telemetry says why.",
+        "1 while a tier is in use, 0 from when it was switched off until what had failed has gone through; telemetry "
+        "says why.",
         [(label, int(stats.reason is None)) for label, stats in zip(labels, tiers, strict=True)],
     )
