@@ -257,6 +257,24 @@ def test_who_fails_again_and_again_is_told(
     assert find_failing(records, 100.0) == (failing, retry_at)
 
 
+@pytest.mark.parametrize(
+    ("gave_at", "retry_at"),
+    [
+        (99.0, 160.0),
+        (110.0, None),  # while the other one failed
+        (156.0, None),  # lately
+    ],
+)
+def test_one_that_is_asked_seldom_counts_until_it_fails(gave_at: float, retry_at: float | None) -> None:
+    """What is told must not change each time that a minute has passed without a word of the one that is well."""
+    records = {"a": make_record(0, gave_at), "b": make_record(9, 100.0)}
+    assert find_failing(records, 215.0) == ({"b": "refused"}, retry_at)
+    records["a"] = make_record(1, 150.0)  # which did not come to anything either, and was long ago
+    assert find_failing(records, 215.0) == ({"b": "refused"}, 160.0)
+    records["a"] = make_record(3, 214.0)
+    assert find_failing(records, 215.0) == ({"a": "refused", "b": "refused"}, 160.0)
+
+
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:
     now = [0.0]
     holder, puller = make_peer(), make_peer(clock=lambda: now[0])

@@ -82,18 +82,20 @@ class PeerRecord:
         """Bytes of slots per second while they come, verified and copied."""
         self.latency = 0.0
         """Seconds until the first of them."""
-        self.measured_at = self.tried_at = float("-inf")
+        self.measured_at = self.tried_at = self.failed_at = float("-inf")
         self.queued_bytes = 0
         """Bytes that loads wait for."""
         self.failures = 0
         """One after another."""
         self.faults = 0
-        """Those of them since it last answered, if only to decline."""
+        """Those of them since it last answered, if only to decline; the first was at `failed_at`."""
         self.retry_at = float("-inf")
         self.message = ""
 
     def note_failure(self, message: str, now: float, *, is_well: bool = False) -> None:
         """Leave it alone for a while. `is_well`: it is there, whatever it gives."""
+        if not self.faults:
+            self.failed_at = now
         self.message, self.tried_at, self.faults = message, now, 0 if is_well else self.faults + 1
         self.retry_at = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self.failures)
         self.failures = min(self.failures + 1, 16)

@@ -202,14 +202,23 @@ class PeerSource:
 
 
 def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[str, str], float | None]:
-    """Which workers have failed again and again, and why; and where those are all that were asked lately, when the
-    first of them may be asked again. What was said long before that says nothing: gateways name a worker that has gone
-    no more."""
+    """Which workers have failed again and again, and why; and where those are all that were asked lately, and nobody
+    has given anything since the first of them began to fail, when one of them may be asked again.
+
+    What was said long before that says nothing: gateways name a worker that has gone no more. But one that is asked
+    seldom, and gives, must not change what is told of another one with each minute in which nobody asks it.
+    """
     lately = {
         endpoint: record
         for endpoint, record in sorted(records.items())
         if now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
     }
     failing = {endpoint: record for endpoint, record in lately.items() if record.is_failing()}
-    retry_at = min(record.retry_at for record in failing.values()) if 0 < len(failing) == len(lately) else None
-    return {endpoint: record.message for endpoint, record in failing.items()}, retry_at
+    if not failing:
+        return {}, None
+    since = min(record.failed_at for record in failing.values())
+    gives = any(not record.faults and record.tried_at >= since for record in records.values())
+    told = {endpoint: record.message for endpoint, record in failing.items()}
+    if gives or len(failing) < len(lately):
+        return told, None
+    return told, min(record.retry_at for record in failing.values())
