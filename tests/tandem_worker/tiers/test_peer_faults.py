@@ -249,6 +249,10 @@ def test_those_that_wait_behind_one_that_fails_are_no_further_failures(make_peer
         ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, {"b": "refused"}, 104.0),  # asked long ago
         ({"b": make_record(3, 35.0), "a": make_record(0, 100.0)}, {}, None),
         ({"a": make_record(9, 0.0)}, {"a": "refused"}, 60.0),  # nobody could ask it meanwhile
+        ({"a": make_record(3, -9e6)}, {"a": "refused"}, -9e6 + 4),  # nobody has asked since, and nobody has given
+        ({"b": make_record(3, -9e6), "a": make_record(0, -8e6)}, {}, None),
+        ({"b": make_record(3, -9e6), "a": make_record(1, -8e6)}, {}, None),
+        ({"b": make_record(3, -9e6), "a": make_record(3, -8e6)}, {"a": "refused"}, -8e6 + 4),
     ],
 )
 def test_who_fails_again_and_again_is_told(

@@ -205,20 +205,26 @@ def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[st
     """Which workers have failed again and again, and why; and where those are all that were asked lately, and nobody
     has given anything since the first of them began to fail, when one of them may be asked again.
 
-    What was said long before that says nothing: gateways name a worker that has gone no more. But one that is asked
-    seldom, and gives, must not change what is told of another one with each minute in which nobody asks it.
+    A failure is told until somebody gives something, however seldom anybody is asked. What was said before that, and
+    long ago, says nothing: gateways name a worker that has gone no more.
     """
-    lately = {
+
+    def is_fresh(record: PeerRecord) -> bool:
+        return now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
+
+    answered_at = max((record.answered_at for record in records.values()), default=now)
+    failing = {
         endpoint: record
         for endpoint, record in sorted(records.items())
-        if now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
+        if record.is_failing() and (is_fresh(record) or record.tried_at >= answered_at)
     }
-    failing = {endpoint: record for endpoint, record in lately.items() if record.is_failing()}
     if not failing:
         return {}, None
     since = min(record.failed_at for record in failing.values())
-    gives = any(not record.faults and record.tried_at >= since for record in records.values())
+    others = any(
+        is_fresh(record) or (not record.faults and record.tried_at >= since)
+        for endpoint, record in records.items()
+        if endpoint not in failing
+    )
     told = {endpoint: record.message for endpoint, record in failing.items()}
-    if gives or len(failing) < len(lately):
-        return told, None
-    return told, min(record.retry_at for record in failing.values())
+    return told, None if others else min(record.retry_at for record in failing.values())
