@@ -21,7 +21,8 @@ began = time.monotonic()
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 print(json.dumps([answer["choices"][0]["text"], answer["usage"], time.monotonic() - began]))
 """
-NOBODY = "127.0.0.1:9"
+NOBODY = 9
+"""A port at which no worker listens."""
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
 
 
@@ -53,12 +54,12 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     tiers = {tier["tier"]: tier for tier in fleet.telemetry(puller)["kvTiers"]}
     assert tiers["peer"]["tokensPerSecond"] > 0
 
-    numbers = itertools.count(1)
+    numbers, nobody = itertools.count(1), f"{host_of(puller)}:{NOBODY}"
 
     def is_told(status: str, reason: str) -> str:
         """Once the holder has asked somebody again who is not there; what the condition says."""
         if status == "False":
-            assert ask(holder, f"{next(numbers)} {PROMPT}", **{names.HEADER_KV_SOURCE: NOBODY})[1] < 16
+            assert ask(holder, f"{next(numbers)} {PROMPT}", **{names.HEADER_KV_SOURCE: nobody})[1] < 16
         told = fleet.condition(MODEL, "KVTiersReady")
         assert told is not None
         assert (told["status"], told["reason"]) == (status, reason), told
@@ -67,4 +68,4 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     until("both give each other blocks", lambda: is_told("True", "PeersInUse"), within=15)
     message = until("that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=15, every=1.0)
     say(message)
-    assert f"{holder}: {NOBODY}: " in message
+    assert f"{holder}: {nobody}: " in message

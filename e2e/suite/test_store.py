@@ -21,13 +21,13 @@ for each in pathlib.Path("/proc").glob("[0-9]*"):
 TOLD_SECONDS = 15
 
 
-def read_tokens(fleet: Fleet, direction: str) -> float:
-    text = fleet.kubernetes.request("GET", fleet.path("pods", f"{WORKER}:9090") + "/proxy/metrics")
+def read_tokens(fleet: Fleet, direction: str, worker: str = WORKER, tier: str = "store") -> float:
+    text = fleet.kubernetes.request("GET", fleet.path("pods", f"{worker}:9090") + "/proxy/metrics")
     return sum(
         float(line.rpartition(" ")[2])
         for line in text.splitlines()
         if line.startswith("tandem_worker_kv_tier_tokens_total{")
-        and 'tier="store"' in line
+        and f'tier="{tier}"' in line
         and f'direction="{direction}"' in line
     )
 

@@ -161,19 +161,24 @@ async def test_each_worker_of_whom_nothing_comes_causes_a_look_and_its_words_do_
     def say(message: str, *failing: str) -> None:
         tier = TierTelemetry(tier="peer", message=message, failing=list(failing))
         sample = SAMPLE.model_copy(update={"kv_tiers": [tier]})
-        gateways.say("m-one", worker("a").model_copy(update={"telemetry": sample}))
+        others = [worker(name).model_copy(update={"address": each}) for name, each in zip("bc", addresses, strict=True)]
+        gateways.say("m-one", worker("a").model_copy(update={"telemetry": sample}), *others)
 
+    addresses = ("10.0.0.2:8000", "[fd00::3]:8000")
     say("")
     watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
     looks = 0
-    one, other = "10.0.0.2:7000", "[fd00::3]:7000"
+    one, other, gone = "10.0.0.2:7000", "[fd00::3]:7000", "10.0.0.9:7000"
     for message, failing, causes in (
         ("", (), True),
         (f"{one}: timed out", (one,), True),
         (f"{one}: refused: no; it is full", (one,), False),
         (f"{one}: timed out; {other}: timed out", (one, other), True),
         (f"{other}: timed out", (other,), True),
-        ("", (), True),
+        (f"{gone}: timed out; {other}: timed out", (gone, other), True),
+        (f"{gone}: timed out", (gone,), True),
+        (f"{gone}: refused", (gone,), False),
+        ("", (), False),
     ):
         say(message, *failing)
         await until_asked(gateways, ONE, gateways.asked[ONE] + 3)

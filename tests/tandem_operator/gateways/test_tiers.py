@@ -14,7 +14,7 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import TierTelemetry, WorkerTelemetry
 from tandem_operator.gateways.fleet import _newest_samples, _tiers
-from tandem_operator.gateways.tiers import has_tiers, tiers_condition
+from tandem_operator.gateways.tiers import forget_gone, has_tiers, tiers_condition
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import build_config_map, worker_config
 from tandem_operator.workloads.workers import build_stateful_set
@@ -164,6 +164,24 @@ def test_of_disks_and_peers_the_worse_is_told(
     (condition,) = tiers_condition(plan, disks, peers)
     assert (condition.status, condition.reason) == (status, reason)
     assert re.search(words, condition.message)
+
+
+@pytest.mark.parametrize(
+    ("failing", "is_kept"),
+    [
+        (["10.0.0.7:7000"], True),
+        (["10.0.0.9:7000", "10.0.0.7:7000"], True),
+        (["[fd00::7]:7000"], True),
+        (["10.0.0.9:7000"], False),  # it has gone, and is never asked again
+        (["10.0.0.70:7000", "[fd00::77]:7000"], False),
+        ([], True),  # a worker of an earlier release names none
+    ],
+)
+@pytest.mark.parametrize("reason", [None, "PeersFailing"])
+def test_of_workers_that_have_gone_nothing_is_told(reason: str | None, failing: list[str], is_kept: bool) -> None:
+    told = TierTelemetry(tier="peer", reason=reason, message="nobody gives", failing=failing, tokens_per_second=5.0)
+    (found,) = forget_gone({"a": told}, {"10.0.0.7", "fd00::7"}).values()
+    assert found == (told if is_kept else TierTelemetry(tier="peer", tokens_per_second=5.0))
 
 
 def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:

@@ -142,6 +142,12 @@ def test_what_cannot_be_measured_is_absent() -> None:
     assert "transfer" not in exposition
 
 
+def test_many_workers_of_whom_nothing_comes_are_no_more_than_a_message_holds() -> None:
+    stats = TierStats(tier="peer", reason="PeersFailing", failing=tuple(f"10.0.0.{each}:8001" for each in range(200)))
+    (tier,) = build_telemetry(FACTS, sample(tiers=(stats,))).kv_tiers
+    assert tier.failing == list(stats.failing[:64])
+
+
 def test_a_tier_tells_what_it_does_and_why_it_does_not() -> None:
     stats = TierStats(
         reason="VolumeFull", message="it is full", capacity_tokens=160, stored_tokens=32, horizon=4.5, tokens_read=16,

@@ -252,6 +252,10 @@ def test_those_that_wait_behind_one_that_fails_are_no_further_failures(make_peer
         ({"b": make_record(3, 100.0), "a": make_record(0, 39.0)}, {"b": "refused"}, 104.0),  # asked long ago
         ({"b": make_record(3, 35.0), "a": make_record(0, 100.0)}, {}, None),
         ({"a": make_record(9, 0.0)}, {"a": "refused"}, 60.0),  # nobody could ask it meanwhile
+        ({"a": make_record(3, -9e6)}, {"a": "refused"}, -9e6 + 4),  # nobody has asked since, and nobody has given
+        ({"b": make_record(3, -9e6), "a": make_record(0, -8e6)}, {}, None),
+        ({"b": make_record(3, -9e6), "a": make_record(1, -8e6)}, {}, None),
+        ({"b": make_record(3, -9e6), "a": make_record(3, -8e6)}, {"a": "refused"}, -8e6 + 4),
     ],
 )
 def test_who_fails_again_and_again_is_told(
@@ -273,6 +277,24 @@ def test_whoever_is_asked_in_vain_a_sample_stays_small(failing: list[str], told:
     tier = describe_tier(TierStats(tier="peer", failing=tuple(failing)))
     assert tier.failing == [address[:MAX_ADDRESS] for address in failing[:told]]
     assert len(tier.to_json()) < 2300
+
+
+@pytest.mark.parametrize(
+    ("gave_at", "retry_at"),
+    [
+        (99.0, 160.0),
+        (110.0, None),  # while the other one failed
+        (156.0, None),  # lately
+    ],
+)
+def test_one_that_is_asked_seldom_counts_until_it_fails(gave_at: float, retry_at: float | None) -> None:
+    """What is told must not change each time that a minute has passed without a word of the one that is well."""
+    records = {"a": make_record(0, gave_at), "b": make_record(9, 100.0)}
+    assert find_failing(records, 215.0) == ({"b": "refused"}, retry_at)
+    records["a"] = make_record(1, 150.0)  # which did not come to anything either, and was long ago
+    assert find_failing(records, 215.0) == ({"b": "refused"}, 160.0)
+    records["a"] = make_record(3, 214.0)
+    assert find_failing(records, 215.0) == ({"a": "refused", "b": "refused"}, 160.0)
 
 
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:

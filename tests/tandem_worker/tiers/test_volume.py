@@ -177,10 +177,10 @@ def test_a_disk_that_freezes_while_it_is_told_what_was_written_is_told(
         release.wait()
         real(source, target)
 
-    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
-    monkeypatch.setattr(disk, "FROZEN_SECONDS", 0.2)
     monkeypatch.setattr(disk, "_SAVE_SECONDS", 0.01)
     rig = DiskRig(tmp_path)
+    monkeypatch.setattr(disk, "FROZEN_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
     wait_until(lambda: rig.tier.stats().reason == "VolumeFrozen")
     release.set()
     rig.close()

@@ -20,7 +20,7 @@ from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetRep
 from tandem_api.names import GATEWAY_METRICS_PORT
 from tandem_api.telemetry import KVTransportTelemetry, TierTelemetry, WeightsTelemetry, WorkerTelemetry
 
-from tandem_operator.gateways.tiers import summarize_peers
+from tandem_operator.gateways.tiers import forget_gone, summarize_peers
 from tandem_operator.gateways.transports import summarize
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.rollout.figures import STALE_SECONDS
@@ -193,7 +193,7 @@ class FleetWatch:
             },
             starting={one.name: (_host(one), one.waits_for) for report in reports for one in report.starting},
             tiers=_tiers(samples, "disk"),
-            peers=_tiers(samples, "peer"),
+            peers=forget_gone(_tiers(samples, "peer"), _hosts(reports)),
             transports=_transports(samples),
             stores=_tiers(samples, "store"),
             weights=_weights(samples),
@@ -396,6 +396,11 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
                     host=_host(worker), admitted=worker.state == "Admitted", reason=worker.reason
                 )
     return found
+
+
+def _hosts(reports: Sequence[FleetReport]) -> set[str]:
+    """Addresses of all workers that are there, ready or not."""
+    return {_host(one) for report in reports for one in (*report.workers, *report.starting)}
 
 
 def _tiers(samples: Mapping[str, WorkerTelemetry], kind: str) -> dict[str, TierTelemetry]:

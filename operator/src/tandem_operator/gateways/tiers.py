@@ -3,7 +3,7 @@ that they share, as they say themselves. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tandem_api.crd.status import Condition
@@ -91,6 +91,17 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
     if blueprint.model.spec.kv.store is None or blueprint.model.spec.suspend:
         return []
     return [_judge(_STORE, stores)]
+
+
+def forget_gone(peers: Mapping[str, TierTelemetry], hosts: Collection[str]) -> dict[str, TierTelemetry]:
+    """What workers tell of each other, where somebody of whom nothing comes is at one of these hosts. A worker cannot
+    know that one which it asked has gone: nobody names that to it any more, so it never gives anything."""
+    return {
+        name: tier
+        if not tier.failing or any(each.rpartition(":")[0].strip("[]") in hosts for each in tier.failing)
+        else tier.model_copy(update={"reason": None, "message": "", "failing": []})
+        for name, tier in peers.items()
+    }
 
 
 def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str]]]:

@@ -174,7 +174,8 @@ def test_one_that_is_off_has_nothing_and_takes_nothing(address: str) -> None:
     prompt = make_prompt(9)
     assert rig.run("a", prompt) == greedy_answer(prompt, 8)
     stats = rig.tier.stats()
-    assert (stats.tier, stats.reason, stats.message) == ("store", "StoreFailed", "for a test")
+    assert (stats.tier, stats.reason) == ("store", "StoreFailed")
+    assert stats.message.startswith("for a test (since ")
     assert not rig.tier.wants_blocks
     assert rig.written == 0
     rig.close()

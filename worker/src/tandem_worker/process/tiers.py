@@ -267,6 +267,7 @@ def add_tiers(out: Families, tiers: Sequence[TierStats]) -> None:
     out.gauges(Metric.WORKER_KV_TIER_STORED_TOKENS, "Tokens whose blocks a tier holds.", each("stored_tokens"))
     out.gauges(
         Metric.WORKER_KV_TIER_READY,
-        "1 while a tier is in use, 0 while it is switched off; telemetry says why.",
+        "1 while a tier is in use, 0 from when it was switched off until what had failed has gone through; telemetry "
+        "says why.",
         [(label, int(stats.reason is None)) for label, stats in zip(labels, tiers, strict=True)],
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from tandem_worker.engine.tiers import LoadOrder, Run
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import (
+    VOLUME_FAILED,
     VOLUME_FROZEN,
     VOLUME_FULL,
     VOLUME_SLOW,
@@ -28,8 +30,8 @@ from tandem_worker.tiers.errors import (
     describe,
 )
 from tandem_worker.tiers.files import Volume
-from tandem_worker.tiers.format import TierKey, plan_geometry
-from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.format import NAME_BYTES, TierKey, plan_geometry
+from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.loads import FROZEN_SECONDS, NUM_READERS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import WriteBudget, is_sooner, plan_limit, plan_segment_bytes
@@ -92,9 +94,9 @@ class DiskTier(WrittenTier):
         self._volume = volume or Volume(root)
         self._store = SegmentStore(self._volume, key, geometry, plan_limit(limits.size_bytes, geometry.segment_bytes))
         self._counters, health = Counters(block_size), TierHealth()
-        slots, budget = DiskSlots(self._store, key), WriteBudget(limits.max_daily_writes)
-        pool = LoadPool(slots, key, memory, health, self._counters, clock)
-        writer = BlockWriter(slots, memory, health, self._counters, budget, clock)
+        self._slots, budget = DiskSlots(self._store, key), WriteBudget(limits.max_daily_writes)
+        pool = LoadPool(self._slots, key, memory, health, self._counters, clock)
+        writer = BlockWriter(self._slots, memory, health, self._counters, budget, clock)
         super().__init__(pool, writer, health, vitals, clock, RETRY_SECONDS)
         self._asked_since: float | None = None
         """When the volume was last asked for something besides blocks, while it has not answered."""
@@ -129,7 +131,7 @@ class DiskTier(WrittenTier):
         return replace(
             self._counters.read(),
             reason=None if cause is None else cause.reason,
-            message="" if cause is None else cause.message,
+            message="" if cause is None else cause.describe(),
             capacity_tokens=self._store.capacity * self._block_size,
             stored_tokens=len(self._store) * self._block_size,
             horizon=self._store.horizon,
@@ -190,11 +192,12 @@ class DiskTier(WrittenTier):
             self._pool.watch_once()
             asked = self._asked_since
             if self._writer.busy_seconds > FROZEN_SECONDS:
-                self.health.fail(TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
+                error = TierError(VOLUME_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s")
+                self.health.fail(error, Work.WRITE)
             elif asked is not None and self._clock() - asked > FROZEN_SECONDS:
                 self.health.fail(TierError(VOLUME_FROZEN, f"no answer from it for {FROZEN_SECONDS:g} s"))
             elif self.health.on:
-                self._check_speed(NUM_READERS, self._store.geometry.slot_bytes, VOLUME_SLOW)
+                self._watch_speed(NUM_READERS, self._store.geometry.slot_bytes, VOLUME_SLOW)
 
     def _open(self) -> None:
         """Look at the volume, and at what is on it; switch the tier on, or say why it stays off."""
@@ -207,6 +210,10 @@ class DiskTier(WrittenTier):
             self._pool.set_rate(PROBE_BYTES, self._volume.probe(PROBE_BYTES))
             self._store.load()
             self._read_state()
+            self._check_speed(NUM_READERS, self._store.geometry.slot_bytes, VOLUME_SLOW)
+            self._write_state()
+            self._saved_at = self._clock()
+            self._try_blocks()
         except TierError as error:
             self.health.fail(error)
             return
@@ -215,7 +222,7 @@ class DiskTier(WrittenTier):
             return
         finally:
             self._asked_since = None
-        self.health.recover()
+        self.health.recover(Work.READ, Work.WRITE)
         self._writer.due()  # whatever has become due meanwhile was told once
         logger.info(
             "blocks are kept on a disk",
@@ -225,6 +232,25 @@ class DiskTier(WrittenTier):
                 "direct": self._volume.is_direct,
             },
         )
+
+    def _try_blocks(self) -> None:
+        """Do again what has failed with blocks: write one, of a name that nobody asks for; read the one that could not
+        be read. Where that fails again though all else is well, its place is at fault, and its segment goes.
+
+        Raises TierError.
+        """
+        rows = self._slots.allocate(1)
+        if self.health.owes(Work.WRITE):
+            rows[:] = 0
+            self._slots.write([secrets.token_bytes(NAME_BYTES)], rows)
+        if self.health.owes(Work.READ) and self._pool.failed is not None:
+            place, name = self._pool.failed
+            try:
+                self._slots.read([place], [name], rows)
+            except TierError as error:
+                if error.reason == VOLUME_FAILED:
+                    self._slots.discard(place, name)
+                raise
 
     def _check_size(self) -> None:
         """Raises TierError."""
@@ -258,14 +284,21 @@ class DiskTier(WrittenTier):
             self._writer.budget = WriteBudget(self._limits.max_daily_writes, state.written)
 
     def _save_state(self) -> None:
-        """For a next process. Without it that has to measure anew, and writes as if nothing had been written."""
+        self._asked_since = self._clock()
+        try:
+            self._write_state()
+        except TierError as error:
+            self.health.fail(error)
+        finally:
+            self._asked_since = None
+
+    def _write_state(self) -> None:
+        """For a next process. Without it that has to measure anew, and writes as if nothing had been written. Raises
+        TierError."""
         state = _State(seconds_per_block=self._pool.seconds_per_block, written=self._writer.budget.spent)
         path = self._store.folder / _STATE_FILE
-        self._asked_since = self._clock()
         try:
             path.with_suffix(".new").write_text(state.model_dump_json())
             os.rename(path.with_suffix(".new"), path)
         except OSError as error:
-            self.health.fail(describe(error, f"{path} cannot be written"))
-        finally:
-            self._asked_since = None
+            raise describe(error, f"{path} cannot be written") from error

@@ -19,7 +19,7 @@ from tandem_worker.engine.tiers import LoadOrder, TierEngine
 from tandem_worker.tiers.book import Load, LoadBook
 from tandem_worker.tiers.errors import VOLUME_FROZEN, TierError
 from tandem_worker.tiers.format import TierKey, is_intact
-from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import plan_pieces, predict_seconds
 from tandem_worker.tiers.slots import SlotStore
@@ -83,6 +83,10 @@ class LoadPool:
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
         self._most = slots.most_slots
+        self.failed: tuple[Place, bytes] | None = None
+        """The block that could not be read last, and where it is."""
+        self.num_read = 0
+        """Blocks that were read and found intact since the rate was set, about: several threads count."""
 
     @property
     def engine(self) -> TierEngine | None:
@@ -100,7 +104,7 @@ class LoadPool:
 
     def set_rate(self, num_bytes: int, seconds: float) -> None:
         """So many bytes of the volume were read in so many seconds; what was known before does not count."""
-        self._meter = BandwidthMeter()
+        self._meter, self.num_read = BandwidthMeter(), 0
         self._meter.observe(num_bytes, seconds)
 
     def predict(self, num_blocks: int, num_pieces: int) -> float:
@@ -167,7 +171,7 @@ class LoadPool:
         """As `LoadBook.cut_late`, for half a second at most; then look for readers that hang."""
         self._book.cut_late(_IDLE_SECONDS, find_due)
         if not self._closed and self.hangs and self._health.on:
-            self._health.fail(TierError(VOLUME_FROZEN, f"a read has not returned for {FROZEN_SECONDS:g} s"))
+            self._health.fail(TierError(VOLUME_FROZEN, f"a read has not returned for {FROZEN_SECONDS:g} s"), Work.READ)
 
     @property
     def hangs(self) -> bool:
@@ -183,9 +187,10 @@ class LoadPool:
             got = self._slots.read(places, names, rows)
         except TierError as error:
             load.stop_at(first)
-            self._health.fail(error)
+            self._note_failure(places[0], names[0], error)
             return
         good = self._count_intact(places[:got], names[:got], rows)
+        self._note_good(good)
         with load.lock:
             if load.ended:
                 return
@@ -219,18 +224,28 @@ class LoadPool:
         try:
             got = self._slots.read(places[:count], names[:count], rows)
         except TierError as error:
-            self._health.fail(error)
+            self._note_failure(places[0], names[0], error)
             return 0
         finally:
             with self._wake:
                 del self._busy_since[threading.get_ident()]
         good = self._count_intact(places[:got], names[:got], rows)
+        self._note_good(good)
         if good < got:
             self._counters.count_damage()
             self._discard(places[good], names[good])
         elif got:
             self._slots.use(places[0])
         return good
+
+    def _note_failure(self, place: Place, name: bytes, error: TierError) -> None:
+        self.failed = place, name
+        self._health.fail(error, Work.READ)
+
+    def _note_good(self, count: int) -> None:
+        if count:
+            self.num_read += count
+            self._health.passed(Work.READ)
 
     def _count_intact(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
         for row, (place, name) in enumerate(zip(places, names, strict=True)):

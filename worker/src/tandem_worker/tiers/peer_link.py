@@ -82,25 +82,30 @@ class PeerRecord:
         """Bytes of slots per second while they come, verified and copied."""
         self.latency = 0.0
         """Seconds until the first of them."""
-        self.measured_at = self.tried_at = float("-inf")
+        self.measured_at = self.tried_at = self.failed_at = self.answered_at = float("-inf")
         self.queued_bytes = 0
         """Bytes that loads wait for."""
         self.failures = 0
         """One after another."""
         self.faults = 0
-        """Those of them since it last answered, if only to decline."""
+        """Those of them since it last answered, if only to decline, at `answered_at`; the first was at `failed_at`."""
         self.retry_at = float("-inf")
         self.message = ""
 
     def note_failure(self, message: str, now: float, *, is_well: bool = False) -> None:
         """Leave it alone for a while. `is_well`: it is there, whatever it gives."""
+        if not self.faults:
+            self.failed_at = now
+        if is_well:
+            self.answered_at = now
         self.message, self.tried_at, self.faults = message, now, 0 if is_well else self.faults + 1
         self.retry_at = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self.failures)
         self.failures = min(self.failures + 1, 16)
 
     def note_success(self, now: float) -> None:
         """It gives what it is asked for."""
-        self.failures, self.faults, self.message, self.tried_at = 0, 0, "", now
+        self.failures, self.faults, self.message = 0, 0, ""
+        self.tried_at = self.answered_at = now
 
     def is_failing(self) -> bool:
         """Whether it has failed again and again: a single time many a sound one is late."""

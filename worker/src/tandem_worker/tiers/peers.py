@@ -202,14 +202,29 @@ class PeerSource:
 
 
 def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[str, str], float | None]:
-    """Which workers have failed again and again, and why; and where those are all that were asked lately, when the
-    first of them may be asked again. What was said long before that says nothing: gateways name a worker that has gone
-    no more."""
-    lately = {
+    """Which workers have failed again and again, and why; and where those are all that were asked lately, and nobody
+    has given anything since the first of them began to fail, when one of them may be asked again.
+
+    A failure is told until somebody gives something, however seldom anybody is asked. What was said before that, and
+    long ago, says nothing: gateways name a worker that has gone no more.
+    """
+
+    def is_fresh(record: PeerRecord) -> bool:
+        return now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
+
+    answered_at = max((record.answered_at for record in records.values()), default=now)
+    failing = {
         endpoint: record
         for endpoint, record in sorted(records.items())
-        if now - max(record.tried_at, record.retry_at) <= STALE_SECONDS
+        if record.is_failing() and (is_fresh(record) or record.tried_at >= answered_at)
     }
-    failing = {endpoint: record for endpoint, record in lately.items() if record.is_failing()}
-    retry_at = min(record.retry_at for record in failing.values()) if 0 < len(failing) == len(lately) else None
-    return {endpoint: record.message for endpoint, record in failing.items()}, retry_at
+    if not failing:
+        return {}, None
+    since = min(record.failed_at for record in failing.values())
+    others = any(
+        is_fresh(record) or (not record.faults and record.tried_at >= since)
+        for endpoint, record in records.items()
+        if endpoint not in failing
+    )
+    told = {endpoint: record.message for endpoint, record in failing.items()}
+    return told, None if others else min(record.retry_at for record in failing.values())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tandem_worker.engine.tiers import Offer, TierEngine
 from tandem_worker.tiers.errors import TierError
-from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.policy import WriteBudget, plan_batch
 from tandem_worker.tiers.slots import SlotStore
@@ -119,10 +119,12 @@ class BlockWriter:
         try:
             written = self._slots.write(names, self._rows[: len(ids)])
         except TierError as error:
-            self._health.fail(error)
+            self._health.fail(error, Work.WRITE)
             return
         finally:
             self._busy_since = None
+        if written:
+            self._health.passed(Work.WRITE)
         num_bytes = written * self._slots.geometry.slot_bytes
         self.budget.record(num_bytes, self._wall())
         self._counters.count_written(written, num_bytes, self._clock() - began)

@@ -14,7 +14,7 @@ from typing import Any
 from tandem_worker.engine.tiers import Offer, TierEngine
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import TierError
-from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.loads import LoadPool
 from tandem_worker.tiers.policy import LEAST_GAIN, is_slow
 from tandem_worker.tiers.writer import BlockWriter
@@ -132,18 +132,27 @@ class WrittenTier(ABC):
         if self._writer.engine is not None:
             self._writer.engine.drop_kept()
 
+    def _watch_speed(self, num_readers: int, slot_bytes: int, reason: str) -> None:
+        """Switch it off for this reason where reading blocks is not worth it. What a probe alone says does not end
+        that: it is read by one reader, while nothing else is."""
+        try:
+            self._check_speed(num_readers, slot_bytes, reason)
+        except TierError as error:
+            self.health.fail(error, Work.SPEED)
+        else:
+            if self._pool.num_read:
+                self.health.passed(Work.SPEED)
+
     def _check_speed(self, num_readers: int, slot_bytes: int, reason: str) -> None:
-        """Switch it off for this reason where reading is not worth it."""
+        """Raises TierError for this reason where reading is not worth it."""
         rate, per_block = self._pool.rate, self._pool.seconds_per_block
         if rate is None or per_block is None:
             return
         rate *= num_readers
         if is_slow(rate, slot_bytes, per_block):
             needed = LEAST_GAIN * slot_bytes / per_block
-            self.health.fail(
-                TierError(
-                    reason,
-                    f"it is read at {rate / 1e6:.1f} MB/s; it takes {needed / 1e6:.1f} MB/s to be {LEAST_GAIN:g} times "
-                    "as fast as computing",
-                )
+            raise TierError(
+                reason,
+                f"it is read at {rate / 1e6:.1f} MB/s; it takes {needed / 1e6:.1f} MB/s to be {LEAST_GAIN:g} times as "
+                "fast as computing",
             )

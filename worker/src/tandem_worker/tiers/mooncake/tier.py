@@ -28,7 +28,7 @@ from tandem_worker.tiers.errors import (
     TierError,
 )
 from tandem_worker.tiers.format import TierKey, plan_geometry
-from tandem_worker.tiers.health import TierHealth
+from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
 from tandem_worker.tiers.mooncake.asking import Odds
@@ -133,7 +133,7 @@ class StoreTier(WrittenTier):
             capacity_tokens=self._room_tokens,
             tokens_per_second=None if rate is None else rate * NUM_READERS / per_token,
             reason=None if cause is None else cause.reason,
-            message="" if cause is None else cause.message,
+            message="" if cause is None else cause.describe(),
             stored_tokens=len(self._slots) * self._block_size,
         )
 
@@ -235,9 +235,10 @@ class StoreTier(WrittenTier):
             self._pool.watch_once(self._find_ask_due)
             self._cut_late_asks()
             if self._writer.busy_seconds > FROZEN_SECONDS:
-                self.health.fail(TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s"))
+                error = TierError(STORE_FROZEN, f"a write has not returned for {FROZEN_SECONDS:g} s")
+                self.health.fail(error, Work.WRITE)
             elif self.health.on:
-                self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
+                self._watch_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
 
     def _find_ask_due(self) -> float | None:
         with self._lock:
@@ -283,10 +284,16 @@ class StoreTier(WrittenTier):
             self._fail(error, hangs=error.reason == STORE_FROZEN)
             return
         self._slots.forget()
-        if self._probe(len(self._probe_rows)):
-            self._unanswered = 0
-            self.health.recover()
-            self._writer.due()  # whatever has become due meanwhile was told once
+        if not self._probe(len(self._probe_rows)):
+            return
+        self._unanswered = 0
+        try:
+            self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
+        except TierError as error:
+            self.health.fail(error)
+            return
+        self.health.recover(Work.WRITE)  # blocks are put as the probe was; those that others hold may still fail
+        self._writer.due()  # whatever has become due meanwhile was told once
 
     def _probe(self, count: int) -> bool:
         """Write and read `count` objects; whether that is possible, and nothing is said against the holder."""
