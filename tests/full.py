@@ -126,6 +126,10 @@ FULL: dict[str, str] = {
     "tests/tandem_worker/model/tokenization/test_gguf.py::test_files_that_contradict_themselves[changes4]":
         "3 s of a process that imports transformers: that what it cannot convert ends a start in words is shown of a"
         " folder (test_conversion.py)",
+    "tests/tandem_worker/model/tokenization/test_folder.py::test_a_sentencepiece_class_is_converted":
+        "1 s of a process that imports transformers: the same files are converted in test_conversion.py",
+    "tests/tandem_worker/model/backends/native/test_split.py::test_the_demo_model_takes_two_thirds_of_the_memory_and_answers_the_same":
+        "1 s: small models of every family answer the same, and how few bits a real matrix takes stays (test_forms.py)",
     "tests/tandem_worker/model/test_tokenizer.py::test_folder_without_a_tokenizer":
         "1 s of a process that imports transformers: another folder that is no tokenizer stays (test_conversion.py)",
     "tests/tandem_worker/process/test_telemetry.py::test_the_velocity_is_that_of_busy_time_and_survives_idle_time":

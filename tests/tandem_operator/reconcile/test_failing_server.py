@@ -99,11 +99,17 @@ EVERY = "TANDEM_ALL_FAULTS" in os.environ
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_one_answer_that_fails_changes_nothing_in_the_end(fault: str, does_it: bool) -> None:
     number, step = (0, 1) if EVERY else (list(FAULTS).index(fault), len(FAULTS))
-    expected, requests = await _play(None, fault, does_it)
+    if not _undisturbed:
+        _undisturbed.append(await _play(None, fault, does_it))
+    expected, requests = _undisturbed[0]
     assert requests > 15
     for at in range(number, requests, step):
         found, _ = await _play(at, fault, does_it)
         assert found == expected, f"request {at}"
+
+
+_undisturbed: list[tuple[dict[str, Any], int]] = []
+"""What `_play` gives where nothing fails, once it has: the same for every fault."""
 
 
 async def _play(fail_at: int | None, fault: str, does_it: bool) -> tuple[dict[str, Any], int]:

@@ -53,7 +53,14 @@ def pods(plan: Blueprint) -> dict[str, Peer]:
 
 
 def policies(plan: Blueprint) -> list[Manifest]:
-    return [child["spec"] for child in build_children(plan) if child["kind"] == "NetworkPolicy"]
+    """Built once for each plan, and asked for each of its pods and ports."""
+    if not _built or _built[0] is not plan:
+        _built[:] = [plan, [child["spec"] for child in build_children(plan) if child["kind"] == "NetworkPolicy"]]
+    return _built[1]
+
+
+_built: list[Any] = []
+"""The plan that was asked for last, and its policies."""
 
 
 def connects(plan: Blueprint, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, SpeculativeConfig, WorkerConfig
@@ -55,6 +55,8 @@ class Collector:
         self.num_calls = 0
         self.num_finished = 0
         self._changed = threading.Condition()
+        self._awaited: Callable[[], bool] | None = None
+        """What is waited for: who waits is woken once it is there, and not by every step of an engine."""
 
     def __call__(self, deltas: Sequence[TokenDelta]) -> None:
         with self._changed:
@@ -62,17 +64,26 @@ class Collector:
             for delta in deltas:
                 self.deltas[delta.request_id, delta.choice].append(delta)
                 self.num_finished += delta.finish_reason is not None
-            self._changed.notify_all()
+            if self._awaited is not None and self._awaited():
+                self._changed.notify_all()
 
     def wait_finished(self, count: int, timeout: float = 30.0) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.num_finished >= count, timeout), (
-                f"{self.num_finished} of {count} choices finished"
-            )
+        assert self._wait_for(lambda: self.num_finished >= count, timeout), (
+            f"{self.num_finished} of {count} choices finished"
+        )
 
     def wait_tokens(self, request_id: str, count: int, choice: int = 0, timeout: float = 10.0) -> None:
+        assert self._wait_for(lambda: len(self.tokens(request_id, choice)) >= count, timeout)
+
+    def _wait_for(self, awaited: Callable[[], bool], timeout: float) -> bool:
+        """One thread at a time."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.tokens(request_id, choice)) >= count, timeout)
+            assert self._awaited is None
+            self._awaited = awaited
+            try:
+                return self._changed.wait_for(awaited, timeout)
+            finally:
+                self._awaited = None
 
     def tokens(self, request_id: str, choice: int = 0) -> list[int]:
         return [token for delta in self.deltas[request_id, choice] for token in delta.token_ids]

@@ -29,7 +29,7 @@ from tandem_worker.engine.speculation import find_obstacle
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
-from tests.tandem_worker.engine.rig import Rig
+from tests.tandem_worker.engine.rig import Collector, Rig
 from tests.tandem_worker.engine.test_disaggregation import until
 from tests.tandem_worker.engine.test_resume import KINDS, Alternating
 from tests.tandem_worker.engine.test_sampling_in_engine import Counting, Exhausted
@@ -98,8 +98,8 @@ def run_all(rig: Rig, requests: Mapping[str, tuple[tuple[int, ...], dict[str, An
     return {key: tell(deltas) for key, deltas in sorted(rig.out.deltas.items())}
 
 
-def answers_of(rig: Rig, requests: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]]) -> dict[Any, list[int]]:
-    return {(requests[name][0], choice): rig.out.tokens(name, choice) for name, choice in list(rig.out.deltas)}
+def answers_of(out: Collector, requests: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]]) -> dict[Any, list[int]]:
+    return {(requests[name][0], choice): out.tokens(name, choice) for name, choice in list(out.deltas)}
 
 
 def prompts(kinds: Mapping[str, dict[str, Any]], seed: int = 0) -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
@@ -137,7 +137,7 @@ def test_each_kind_of_request_is_answered_as_without_guesses(
     requests = prompts({kind: ALL_KINDS[kind]})
     plain = make_rig()
     expected = run_all(plain, requests)
-    rig = make_guessing(answers_of(plain, requests))
+    rig = make_guessing(answers_of(plain.out, requests))
     assert run_all(rig, requests) == expected
     assert kind.startswith(("a grammar", "one", "two")) or accepted(rig) > 0
     assert len(rig.model.batch_sizes) <= len(plain.model.batch_sizes)
@@ -157,7 +157,7 @@ def test_all_kinds_at_once_with_room_and_without(
     plain = make_rig(num_blocks=200)
     run_all(plain, requests)
     rig = make_guessing(
-        answers_of(plain, requests),
+        answers_of(plain.out, requests),
         num_blocks=num_blocks,
         host_blocks=host_blocks,
         speculative=LOOKUP.model_copy(update={"adaptive": adaptive}),
@@ -251,7 +251,7 @@ def test_a_slow_grammar_gets_one_token_a_step(make_rig: MakeRig, make_guessing: 
     requests = prompts({"slow": {"grammar": Slow()}})
     plain = make_rig()
     expected = run_all(plain, requests)
-    rig = make_guessing(answers_of(plain, requests), lies=0.0)
+    rig = make_guessing(answers_of(plain.out, requests), lies=0.0)
     assert run_all(rig, requests) == expected
     assert accepted(rig) == 0
 
@@ -274,7 +274,7 @@ def test_grammars_that_become_slow_within_a_step_get_no_further_tokens_in_it(mak
     slow_steps(plain)
     expected = run_all(plain, requests)
     assert {told["end"][0] for told in expected.values()} == {"length"}
-    rig = make_guessing(answers_of(plain, requests), lies=0.0)
+    rig = make_guessing(answers_of(plain.out, requests), lies=0.0)
     slow_steps(rig)
     assert run_all(rig, requests) == expected
     assert accepted(rig) > 0, "while they were quick: of the first alone where the others came late"
@@ -386,7 +386,7 @@ def test_steps_run_ahead_until_guesses_pay(make_rig: MakeRig, adaptive: bool, de
     rig = make_rig(num_blocks=200, speculative=config, runs_ahead=True)
     if device_sampler:
         rig.engine._executor.sampler = DeviceSampler(64, torch.device("cpu"))
-    replace_guesser(rig, Knowing(answers_of(plain, requests)))
+    replace_guesser(rig, Knowing(answers_of(plain.out, requests)))
     told = run_all(rig, requests)
     assert told.keys() == expected.keys()
     for key, one in expected.items():

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tandem_worker.host import postponed
 
+from tests.tandem_worker.process.forking import Forker
+
 PROBE = """
 import importlib, json, os, sys
 from tandem_worker.host import postponed
@@ -88,11 +90,10 @@ def test_what_is_left_comes_when_it_is_asked_for() -> None:
 
 
 COVERAGE = """
-import os, sys
+import sys
 from types import SimpleNamespace
-from tandem_worker.host import postponed
-assert postponed.postpone_imports(os.environ)
 import torch
+assert "torch._refs" not in sys.modules
 from tandem_worker.model.coverage import check_coverage
 def load(config, build):
     torch.fft.fft(torch.empty(4, device=build.loader.device))
@@ -103,9 +104,13 @@ assert "torch._refs" in sys.modules
 """
 
 
-def test_a_model_that_computes_with_its_weights_while_they_are_loaded_is_checked() -> None:
-    done = subprocess.run([sys.executable, "-c", COVERAGE], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_a_model_that_computes_with_its_weights_while_they_are_loaded_is_checked(
+    forker: Forker, tmp_path: Path
+) -> None:
+    """In a process that has left the same parts of torch out, as a worker has."""
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(COVERAGE)
+    assert forker.start([], os.environ, log, program=program).wait(60) == 0, log.read_text()[-3000:]
 
 
 @pytest.mark.full

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tandem_worker.parallel.shape import GroupShape, axis_ranks
+
+from tests.tandem_worker.process.forking import Forker
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 VOCABULARY = 97
@@ -100,7 +100,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return Built()
 
 
-def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families: tuple[str, ...], out: Path) -> None:
+def run_ranks(
+    shape: dict[str, int], models: dict[str, dict[str, Any]], families: tuple[str, ...], out: Path, forker: Forker
+) -> None:
     """Run the grid and compare every last stage's logits with those of one process."""
     job = {
         "shape": shape,
@@ -111,10 +113,9 @@ def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families
     path = out / "job.json"
     path.write_text(json.dumps(job))
     grid = GroupShape(**shape)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(path)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    log = out / "log"
+    ranks = forker.start([str(path)], os.environ | {"OMP_NUM_THREADS": "1"}, log, program=PROGRAM)
+    assert ranks.wait(280) == 0, log.read_text()
     for number, family in enumerate(families):
         for rank in range(grid.world_size):
             _, ep_rank, pp_rank, _ = grid.coordinates(rank)
@@ -140,8 +141,8 @@ def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families
         pytest.param({"tp": 2, "ep": 2}, SPARSE, id="TP2xEP2", marks=pytest.mark.full),
     ],
 )
-def test_equals_one_process(shape, families, models, tmp_path: Path) -> None:
-    run_ranks(shape, models, families, tmp_path)
+def test_equals_one_process(shape, families, models, tmp_path: Path, forker: Forker) -> None:
+    run_ranks(shape, models, families, tmp_path, forker)
 
 
 def test_every_rank_is_in_one_group_per_axis() -> None:

@@ -111,13 +111,16 @@ class Forker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def start(self, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-        """`python -m tandem_worker` with these arguments; both outputs go to `log`."""
+    def start(
+        self, arguments: Sequence[str], env: Mapping[str, str], log: Path, *, program: Path | None = None
+    ) -> Forked:
+        """`python -m tandem_worker`, or the program in that file, with these arguments; both outputs go to `log`."""
         with self._lock, log.open("wb") as sink:
             orders = self._orders or self._launch()
             status, theirs = socket.socketpair()
             with theirs:
-                order = json.dumps({"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd()}).encode()
+                what = {"arguments": list(arguments), "program": str(program) if program is not None else None}
+                order = json.dumps(what | {"env": dict(env), "cwd": os.getcwd()}).encode()
                 orders.sendall(f"{len(order):8}".encode())
                 orders.sendall(order)
                 socket.send_fds(orders, [b"."], [sink.fileno(), theirs.fileno()])
@@ -141,8 +144,9 @@ class Forker:
         return self._orders
 
 
-def main() -> None:
-    """In the process to fork from; returns in the forked ones, which then are the program."""
+def main() -> str | None:
+    """In the process to fork from; returns in the forked ones, which then are the program: that of a file, where it
+    is one."""
     orders, *listeners = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     from tandem_worker.host.postponed import postpone_imports
 
@@ -197,7 +201,7 @@ def main() -> None:
                         held.close()
                     os.close(descriptors[1])
                     _become(order, descriptors[0], parent)
-                    return
+                    return order["program"]
 
 
 def _tell_ends(ends: dict[int, socket.socket]) -> None:
@@ -222,9 +226,11 @@ def _become(order: dict, log: int, parent: int) -> None:
     os.chdir(order["cwd"])
     random.seed()
     time.tzset()
-    sys.argv = ["tandem_worker", *order["arguments"]]
+    sys.argv = [order["program"] or "tandem_worker", *order["arguments"]]
 
 
 if __name__ == "__main__":
-    main()
-    runpy.run_module("tandem_worker", run_name="__main__", alter_sys=True)
+    if (path := main()) is None:
+        runpy.run_module("tandem_worker", run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(path, run_name="__main__")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tandem_worker.kernels.test_interpreter import QUICK_INTERPRETER
 from tests.tandem_worker.model.backends.test_backends import CASES
 
 FILE = Path(__file__).with_name("test_backends.py")
@@ -24,7 +25,7 @@ def report(request: pytest.FixtureRequest) -> str:
     families = [item.callspec.params["family"] for item in request.session.items if item.path == request.path]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     tests = [f"{FILE}::test_backends_agree[{family}-cpu]" for family in families]
-    command = [sys.executable, "-m", "pytest", *tests, "-v", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *tests, "-v", *QUICK_INTERPRETER, "-p", "no:cacheprovider"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     return child.stdout + child.stderr
 

@@ -25,6 +25,7 @@ from tandem_worker.model.lossless.packing import pack
 from tandem_worker.model.weighing import count_matrices, count_weight_bytes
 from tandem_worker.parallel.context import ParallelContext
 
+from tests.tandem_worker.kernels.test_interpreter import QUICK_INTERPRETER
 from tests.tandem_worker.model.backends.test_backends import CONFIGS, quantize, steps, three_sequences
 from tests.tandem_worker.model.layers.ranks import run_ranks
 
@@ -194,7 +195,7 @@ def test_the_kernels_answer_alike_in_the_interpreter(family: str) -> None:
     """Llama does in every run: `kernels/test_interpreter.py`."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     test = f"{__file__}::test_answers_are_those_of_plain_weights[{family}]"
-    command = [sys.executable, "-m", "pytest", test, "-q", "-p", "no:cacheprovider", "-m", ""]
+    command = [sys.executable, "-m", "pytest", test, "-q", *QUICK_INTERPRETER, "-p", "no:cacheprovider", "-m", ""]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert child.returncode == 0, child.stdout + child.stderr
     assert "1 passed" in child.stdout
