@@ -26,6 +26,7 @@ class Choice:
     def __init__(self, text: Text) -> None:
         prompt, self.answer = text
         self.prompt = tuple(prompt)
+        self.lead = 0.0
         self.request = SimpleNamespace(
             prompt=self.prompt, cache_salt="", prediction=(), literals=None, prompt_index=None, prediction_index=None
         )

@@ -139,7 +139,7 @@ class Speculator:
         }
 
     def _slowness(self, rows: int) -> Callable[[int], float]:
-        """By the number of guesses the duration of a step of so many rows beside them, over one without any."""
+        """The duration of a step of so many rows and guesses beside them, by their number, over one without any."""
         relative = self.costs.relative
         before = relative(rows) / (1 + (self._ahead or 0.0))
         return lambda count: relative(rows + count) / before + _WAVES
