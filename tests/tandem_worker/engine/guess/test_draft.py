@@ -189,6 +189,22 @@ def test_others_lose_little() -> None:
     assert len(heads.passes) < 60
 
 
+def test_who_is_tried_again_is_tried_with_others() -> None:
+    """Answers that began one after another, and for none of which the head is ever right: not every step has a pass."""
+    heads = Heads(seconds=0.1 * STEP)
+    guesser = DraftGuesser(heads.begin, 4, costs=costs(), clock=lambda: heads.now)
+    sequences = [make_sequence(number, max_tokens=1000) for number in range(32)]
+    for step in range(400):
+        begun = sequences[: step + 1]
+        ask(guesser, begun)
+        for sequence in begun:
+            say(sequence, [50])
+        if step == 199:
+            heads.passes.clear()
+    assert sum(heads.passes) >= 5 * 32, "each of them is tried"
+    assert len(heads.passes) < 200 / 10
+
+
 def test_chances_follow_confidence() -> None:
     rates = HeadRates()
     assert rates.chance(0.9) > rates.chance(0.5) > rates.chance(0.1) > 0

@@ -203,16 +203,18 @@ class DraftGuesser:
             return []
         count = max(1, len(plan.decodes))
         cost = self._pass_cost(len(able), plan, self._first_seconds) + self._check_cost(plan, 0, len(able))
-        least = cost * count / len(able) + (LEAST_GAIN - 1)
+        worth = cost * count / len(able) + (LEAST_GAIN - 1)
         paying: set[Sequence] = set()
         for sequence in able:
             choice = self._find(sequence)
-            if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > least:
+            if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > worth:
                 paying.add(sequence)
         if len(paying) < count and self._pass_cost(len(paying), plan, self._first_seconds) > MOST_LOSS:
             paying = set()  # the others would pay for it
-        due = {sequence for sequence in able if len(sequence.output) - self._choices[sequence].known >= _PROBE}
-        return [sequence for sequence in able if sequence in paying or sequence in due]
+        waited = {sequence: len(sequence.output) - self._choices[sequence].known for sequence in able}
+        # Who is nearly due is tried with who is: of many that began one after another some would be due in every step.
+        least = _PROBE // 2 if max(waited.values()) >= _PROBE else _PROBE
+        return [sequence for sequence in able if sequence in paying or waited[sequence] >= least]
 
     def _draft(
         self, chosen: list[Sequence], found: Mapping[Sequence, Guess], most: Mapping[Sequence, int], plan: StepPlan
