@@ -81,7 +81,7 @@ def test_what_a_choice_has_gained_it_may_lose_to_others() -> None:
 def test_no_choice_is_ever_far_behind(luckless: set[int], hopeless: bool) -> None:
     """However often others are guessed for, and however wrong what is expected of its own guesses: in tokens, beside a
     run without guesses that had the same time."""
-    chances = [[0.9] * 8, [0.5] * 2, *([[]] if hopeless else [])]
+    chances: list[list[float]] = [[0.9] * 8, [0.5] * 2, *([[]] if hopeless else [])]
     n, generator = len(chances), random.Random(7)
     leads, had, time, dear = [0.0] * n, [0] * n, 0.0, lambda count: 1 + 0.03 * count
     for _ in range(200):
