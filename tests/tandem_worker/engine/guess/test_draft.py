@@ -175,6 +175,34 @@ def test_a_head_that_becomes_right_is_asked_again() -> None:
     assert before > 300
 
 
+def test_first_passes_that_took_long_are_forgotten() -> None:
+    """Of every kind: the first pass of a chain and those behind it."""
+    heads = Heads(seconds=2 * STEP)
+    marks: list[int] = []
+
+    def truth(step: int) -> list[int]:
+        heads.seconds = 0.05 * STEP
+        marks.append(len(heads.passes))
+        return [1, 2, 3, 4]
+
+    live(heads, truth, 800, costs())
+    assert marks[-1] - marks[-100] > 3 * 95
+
+
+class SlowBehind(Heads):
+    """All passes but the first of a chain take two steps."""
+
+    def advance(self, active: Rows[int]) -> tuple[list[int], list[float]]:
+        self.seconds = 0.05 * STEP if not self.level else 2 * STEP
+        return super().advance(active)
+
+
+def test_deeper_passes_that_do_not_pay_are_seldom_tried() -> None:
+    heads = SlowBehind()
+    live(heads, lambda step: [1, 2], 1000, costs())
+    assert 1000 < len(heads.passes) < 1060
+
+
 def test_others_lose_little() -> None:
     """Passes cost a tenth of a step, and the head is right for one choice of eight: that one gains less than the others
     would lose. They are tried now and then."""
@@ -187,6 +215,22 @@ def test_others_lose_little() -> None:
         for number, sequence in enumerate(sequences):
             say(sequence, [1, 2, 3, 4] if number == 0 else [50])
     assert len(heads.passes) < 60
+
+
+def test_who_is_tried_again_is_tried_with_others() -> None:
+    """Answers that began one after another, and for none of which the head is ever right: not every step has a pass."""
+    heads = Heads(seconds=0.1 * STEP)
+    guesser = DraftGuesser(heads.begin, 4, costs=costs(), clock=lambda: heads.now)
+    sequences = [make_sequence(number, max_tokens=1000) for number in range(32)]
+    for step in range(400):
+        begun = sequences[: step + 1]
+        ask(guesser, begun)
+        for sequence in begun:
+            say(sequence, [50])
+        if step == 199:
+            heads.passes.clear()
+    assert sum(heads.passes) >= 5 * 32, "each of them is tried"
+    assert len(heads.passes) < 200 / 10
 
 
 def test_chances_follow_confidence() -> None:

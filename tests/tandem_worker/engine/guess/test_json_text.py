@@ -199,6 +199,25 @@ def test_the_work_does_not_grow_with_alternatives_within_each_other() -> None:
     assert work(1, 16, 7) < 10 * alone  # too many hops: nothing is found on any way
 
 
+@pytest.mark.parametrize("name", [b"never there", b"never\\u0061"])
+def test_the_work_does_not_grow_with_names_of_alternatives_within_each_other(name: bytes) -> None:
+    """A name that is none of those of eight times eight objects."""
+
+    def work(outer: int) -> int:
+        kinds = [
+            [{"type": "object", "properties": {f"p{kind} {way} {n}": {} for n in range(140)}} for way in range(8)]
+            for kind in range(outer)
+        ]
+        outside = [{"type": "object", "properties": {"o": {"anyOf": each}}} for each in kinds]
+        reader = begin({"anyOf": outside})
+        reader.feed(b'{"o": {"')
+        foresee(reader)  # what there is once for each part of the schema is done
+        reader.feed(name)
+        return count_instructions(lambda: foresee(reader))
+
+    assert work(8) < 1.3 * work(2)
+
+
 def test_the_work_does_not_grow_with_texts_of_alternatives() -> None:
     def work(count: int) -> int:
         kinds = [{"enum": [f"{kind}{number}" for number in range(64)]} for kind in range(count)]

@@ -36,8 +36,8 @@ def choose_lengths(
 
     `chances[i][j]` is that of guess j of choice i to be right where those before it are; `num_choices` counts choices
     without guesses too. `cost(k)` is the duration of a step with k guesses, over one without. `leads[i]`: tokens that
-    choice i is ahead of where it would be without guesses, and may lose again; `least_lead`: the least of those of
-    choices without guesses, of which there may be none.
+    choice i is ahead of where it would be without guesses, and may lose again, or has lost too many (below 0);
+    `least_lead`: the least of those of choices without guesses, of which there may be none.
     """
     ranked = sorted((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul))
     ahead = [0.0] * len(chances) if leads is None else list(leads)
@@ -59,5 +59,10 @@ def choose_lengths(
 
 def next_lead(lead: float, right: int, slower: float) -> float:
     """Tokens that a choice is ahead of where it would be without guesses, behind a step in which `right` guesses of it
-    were right, and which took `slower` times what it would have taken without guesses. Never below 0."""
-    return min(MOST_LEAD, max(0.0, lead + 1 + right - slower))
+    were right, and which took `slower` times what it would have taken without guesses.
+
+    Below 0 it lost more than it may: that is made up for by the share that it may lose of every step, guesses or not.
+    If it were forgiven, a choice whose guesses look better than they are would lose as much again in the next step.
+    """
+    lead += 1 + right - slower
+    return min(MOST_LEAD, lead if lead >= 0 else min(0.0, lead + MOST_LOSS * slower))

@@ -32,7 +32,9 @@ _OWN_WEIGHT, _OWN_DECAY = 2.0, 0.95
 _PROBE = 32
 _PRIOR_PASS = 0.1
 """Duration of a pass as a share of a step's, before one was measured."""
-_PASS_WEIGHT = 0.1
+_PASS_WEIGHT, _FASTER_WEIGHT = 0.1, 0.5
+"""A head whose passes are taken for long is asked once in `_PROBE` tokens: it would be taken for slow for thousands."""
+_DOUBT = 1 / 256
 _MOST_READ = 1 << 16
 """Tokens of the texts that chains begin behind, in one step together: their entries are gathered in memory beside the
 blocks, some 0.8 KiB for each with SmolLM2, 4 KiB with a model of 8 billion weights."""
@@ -203,16 +205,18 @@ class DraftGuesser:
             return []
         count = max(1, len(plan.decodes))
         cost = self._pass_cost(len(able), plan, self._first_seconds) + self._check_cost(plan, 0, len(able))
-        least = cost * count / len(able) + (LEAST_GAIN - 1)
+        worth = cost * count / len(able) + (LEAST_GAIN - 1)
         paying: set[Sequence] = set()
         for sequence in able:
             choice = self._find(sequence)
-            if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > least:
+            if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > worth:
                 paying.add(sequence)
         if len(paying) < count and self._pass_cost(len(paying), plan, self._first_seconds) > MOST_LOSS:
             paying = set()  # the others would pay for it
-        due = {sequence for sequence in able if len(sequence.output) - self._choices[sequence].known >= _PROBE}
-        return [sequence for sequence in able if sequence in paying or sequence in due]
+        waited = {sequence: len(sequence.output) - self._choices[sequence].known for sequence in able}
+        # Who is nearly due is tried with who is: of many that began one after another some would be due in every step.
+        least = _PROBE // 2 if max(waited.values()) >= _PROBE else _PROBE
+        return [sequence for sequence in able if sequence in paying or waited[sequence] >= least]
 
     def _draft(
         self, chosen: list[Sequence], found: Mapping[Sequence, Guess], most: Mapping[Sequence, int], plan: StepPlan
@@ -271,7 +275,16 @@ class DraftGuesser:
         adds = sum(expected[row] for row in worth)
         rate = (1 + gained / count) / (1 + spent)
         leaves_others = len(worth) < count and spent + cost > MOST_LOSS
-        return [] if leaves_others or adds / count < rate * cost else worth
+        if leaves_others or adds / count < rate * cost:
+            self._doubt(len(worth), plan)
+            return []
+        return worth
+
+    def _doubt(self, rows: int, plan: StepPlan) -> None:
+        """A deeper pass is not made because it is taken for dear: only by being made can it show that it is not, so
+        its duration fades down to what it was taken for at first."""
+        if self._more_seconds and self._pass_cost(rows, plan, self._more_seconds) > _PRIOR_PASS:
+            self._more_seconds[_nearest(self._more_seconds, rows)] *= 1 - _DOUBT
 
     def _find(self, sequence: Sequence) -> _Choice:
         choice = self._choices.get(sequence)
@@ -298,9 +311,8 @@ class DraftGuesser:
         step = None if self._costs is None else self._costs.predict(plan.num_tokens)
         if not step or not known:
             return _PRIOR_PASS
-        wanted = rows.bit_length()
-        nearest = min(known, key=lambda size: (abs(size - wanted), size))
-        return known[nearest] * 2.0 ** max(0, wanted - nearest) / step
+        nearest = _nearest(known, rows)
+        return known[nearest] * 2.0 ** max(0, rows.bit_length() - nearest) / step
 
 
 def _fit(chosen: list[Sequence]) -> list[Sequence]:
@@ -321,11 +333,20 @@ def _find_draw(sequence: Sequence) -> Draw | None:
     return Draw(params.seed, sequence.choice, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
+def _nearest(known: Mapping[int, float], rows: int) -> int:
+    """The size in `known` that is most like that of so many rows."""
+    wanted = rows.bit_length()
+    return min(known, key=lambda size: (abs(size - wanted), size))
+
+
 def _measure(known: dict[int, float], rows: int, seconds: float) -> None:
-    """A pass of so many chains took so long. What disturbed it says no more than that it took twice as long."""
+    """A pass of so many chains took so long. What disturbed it says no more than that it took twice as long; one of
+    less than half the time says that those before were disturbed, as the first one is by memory that it touches first.
+    """
     size = rows.bit_length()
     before = known.get(size, seconds)
-    known[size] = before + _PASS_WEIGHT * (min(seconds, 2 * before) - before)
+    weight = _PASS_WEIGHT if seconds > before / 2 else _FASTER_WEIGHT
+    known[size] = before + weight * (min(seconds, 2 * before) - before)
 
 
 def _worth(guess: Guess | None) -> float:

@@ -18,7 +18,8 @@ MOST_AHEAD = 64
 MOST_KEPT = 256
 """Bytes of a name or value that are remembered: longer ones are not told apart."""
 _MOST_LOOKED_AT = 1024
-"""Texts of all shapes of a value that are looked at, the first ones of more: a tenth of a millisecond."""
+"""Texts of all shapes of a value that are looked at, the first ones of more, or names of properties: a tenth of a
+millisecond."""
 
 
 class Grade(IntEnum):
@@ -221,8 +222,9 @@ class JsonWriter:
 
     def rest_of_name(self, written: bytes) -> None:
         """The rest of a property's name that has begun, and what follows."""
-        for shape in self._open[-1].shapes:
-            place = shape.complete(written, self._open[-1].place)
+        shapes = self._open[-1].shapes
+        for shape in shapes:
+            place = shape.complete(written, self._open[-1].place, _MOST_LOOKED_AT // len(shapes))
             if place is not None:
                 self._name_of(shape, place, len(written), Grade.OPTIONAL)
                 return

@@ -192,11 +192,12 @@ class Shape:
                 continue
         return due
 
-    def complete(self, text: bytes, due: int) -> int | None:
-        """The place of the first property from `due` on whose text begins so."""
+    def complete(self, text: bytes, due: int, most: int = _LOOKED_AT) -> int | None:
+        """The place of the first property from `due` on whose text begins so; no more than `most` are looked at."""
         escaped = b"\\" in text
         begun = "" if escaped else text[1:].decode(errors="ignore")
-        for place in range(due, due + (_FEW_SPELLED if escaped else _LOOKED_AT)):
+        looked_at = min(_FEW_SPELLED, max(1, most // _FEW_SPELLED)) if escaped else min(_LOOKED_AT, most)
+        for place in range(due, due + looked_at):
             name = self._name_at(place)
             if name is None:
                 return None

@@ -160,9 +160,10 @@ class Speculator:
             source = self._sources[sequence]
             self.drafted[source] += len(tokens)
             self.accepted[source] += right.get(sequence, 0)
-        if plan.guesses:
-            slower = self._slowness(plan.num_tokens - plan.num_guesses)(plan.num_guesses)
-            for sequence in plan.decodes:
+        guesses = plan.num_guesses
+        slower = self._slowness(plan.num_tokens - guesses)(guesses) if guesses else 1.0
+        for sequence in plan.decodes:
+            if guesses or sequence.lead < 0:
                 sequence.lead = next_lead(sequence.lead, right.get(sequence, 0), slower)
         if not plan.chunks:
             self._learn(plan, seconds)

@@ -202,7 +202,8 @@ class Sequence:
         self.guessing: Any = None
         """Belongs to whoever guesses this sequence's next tokens (`engine.guess`); survives preemption."""
         self.lead = 0.0
-        """Tokens that it is ahead of where it would be without guesses, and may lose to those of others."""
+        """Tokens that it is ahead of where it would be without guesses, and may lose to those of others; below 0 it has
+        lost too many."""
 
     def __lt__(self, other: Sequence) -> bool:
         return self.key < other.key
