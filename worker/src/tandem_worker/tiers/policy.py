@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -82,31 +83,40 @@ def plan_pieces(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int,
 
 
 class WriteBudget:
-    """Bytes that may be written within a day, counted by hours."""
+    """Bytes that may be written within a day, counted by hours. Any thread."""
 
     def __init__(self, most: int | None, spent: Sequence[tuple[float, int]] = ()) -> None:
         """`most` None: as many as come. `spent`: (unix seconds, bytes), ascending, of an earlier process."""
         self._most = most
         self._spent: deque[tuple[float, int]] = deque(spent)
+        self._lock = threading.Lock()
 
     @property
     def spent(self) -> list[tuple[float, int]]:
         """What a next process is to be told."""
-        return list(self._spent)
+        with self._lock:
+            return list(self._spent)
 
     def record(self, num_bytes: int, now: float) -> None:
         """So many were written."""
-        if self._spent and abs(now - self._spent[-1][0]) < HOUR_SECONDS:
-            began, before = self._spent[-1]
-            self._spent[-1] = began, before + num_bytes
-        else:
-            self._spent.append((now, num_bytes))
+        with self._lock:
+            self._forget(now)
+            if self._spent and abs(now - self._spent[-1][0]) < HOUR_SECONDS:
+                began, before = self._spent[-1]
+                self._spent[-1] = began, before + num_bytes
+            else:
+                self._spent.append((now, num_bytes))
 
     def admits(self, *, reused: bool, now: float) -> bool:
         """Whether a block may be written that more than one request has used, or that only one has."""
         if self._most is None:
             return True
+        with self._lock:
+            self._forget(now)
+            share = sum(count for _, count in self._spent) / self._most
+        return share < 1 and (reused or share < SECOND_USE_SHARE)
+
+    def _forget(self, now: float) -> None:
+        """Under the lock. What was written longer than a day ago."""
         while self._spent and abs(now - self._spent[0][0]) >= DAY_SECONDS:  # a clock may have been ahead
             self._spent.popleft()
-        share = sum(count for _, count in self._spent) / self._most
-        return share < 1 and (reused or share < SECOND_USE_SHARE)
