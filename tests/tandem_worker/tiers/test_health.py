@@ -225,7 +225,7 @@ def test_what_cannot_be_saved_keeps_it_off(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.EIO, "input/output error")
         real(source, target)
 
-    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.rename", rename)
     rig.tier._save_state()
     looks.wait()
     assert (looks.told_well, rig.tier.stats().reason) == (well, "VolumeFailed")

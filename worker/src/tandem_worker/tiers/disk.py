@@ -7,7 +7,6 @@ the tier switches itself off, says why, and looks at the volume again every `RET
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 PROBE_BYTES = 2 << 20
-_SAVE_SECONDS = 60.0
+_SAVE_SECONDS = 10.0
+"""So often it is saved what was measured. Besides it shows whether a disk answers that nobody reads or writes."""
 _STATE_FILE = "state.json"
 _MOST_STATE_BYTES = 1 << 16
 
@@ -298,7 +298,6 @@ class DiskTier(WrittenTier):
         state = _State(seconds_per_block=self._pool.seconds_per_block, written=self._writer.budget.spent)
         path = self._store.folder / _STATE_FILE
         try:
-            path.with_suffix(".new").write_text(state.model_dump_json())
-            os.rename(path.with_suffix(".new"), path)
+            self._volume.save(path, state.model_dump_json())
         except OSError as error:
             raise describe(error, f"{path} cannot be written") from error
