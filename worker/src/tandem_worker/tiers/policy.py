@@ -15,6 +15,9 @@ UNKNOWN_SECONDS = 0.5
 LEAST_GAIN = 2.0
 """A disk is in use where reading is this many times as fast as computing. Gateways send sessions to where their blocks
 are; for less than this, what it saves there is not worth the queues."""
+CLEAR_GAIN = 1.25 * LEAST_GAIN
+"""One that was slower is told as such until reading is this many times as fast: else it would change with each
+measurement of one that is as fast as that."""
 HEAD_ROOM = 0.05
 """Share of the volume that stays free: what lies beside the blocks, and what a filesystem takes for itself."""
 SECOND_USE_SHARE = 0.8
@@ -27,9 +30,10 @@ def is_sooner(load_seconds: float, num_blocks: int, seconds_per_block: float | N
     return seconds_per_block is None or load_seconds < num_blocks * seconds_per_block
 
 
-def is_slow(rate: float, slot_bytes: int, seconds_per_block: float) -> bool:
-    """Whether a disk that is read at `rate` bytes per second is to be left alone."""
-    return rate * seconds_per_block < LEAST_GAIN * slot_bytes
+def is_slow(rate: float, slot_bytes: int, seconds_per_block: float, gain: float = LEAST_GAIN) -> bool:
+    """Whether a disk that is read at `rate` bytes per second is to be left alone: not `gain` times as fast as
+    computing."""
+    return rate * seconds_per_block < gain * slot_bytes
 
 
 def cut_after(valid: int, num_blocks: int, seconds_per_block: float | None) -> float:
