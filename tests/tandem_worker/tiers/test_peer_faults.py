@@ -318,7 +318,9 @@ def test_one_that_gives_a_part_before_it_is_late_gives(make_peer: MakePeer) -> N
     record, reported = peer_link.PeerRecord(), list[Load]()
     for _ in range(peer_link.FAILING):
         record.note_failure("late", 90.0)
-    link = peer_link.PeerLink("a", record, make_peer().terms, reported.append, lambda *_: None, int, lambda: 100.0)
+    link = peer_link.PeerLink(
+        "a", record, make_peer().terms, reported.append, lambda *_: None, lambda: None, lambda: 100.0
+    )
 
     def give_a_part(load: Load) -> None:
         load.valid, load.ended = 1, True
