@@ -47,7 +47,8 @@ class TierTelemetry(Wire):
     """`host`: memory of the host below a GPU's; `disk`; `peer`: other workers, which it asks for blocks that they have
     computed; or `store`, which it shares with them."""
     reason: Annotated[str, Field(max_length=64)] | None = None
-    """Why it is not in use, in a word; absent while it is."""
+    """Why it is not in use, in a word, or was not until lately, and what had failed has not gone through yet; absent
+    else."""
     message: Annotated[str, Field(max_length=1000)] = ""
     """As a sentence. Without a reason: workers of whom nothing comes, while others give what they have."""
     failing: Annotated[list[Annotated[str, Field(max_length=MAX_ADDRESS)]], Field(max_length=MAX_FAILING)] = Field(

@@ -175,10 +175,13 @@ async def test_each_worker_of_whom_nothing_comes_causes_a_look_and_its_words_do_
         (f"{one}: refused: no; it is full", (one,), False),
         (f"{one}: timed out; {other}: timed out", (one, other), True),
         (f"{other}: timed out", (other,), True),
-        (f"{gone}: timed out; {other}: timed out", (gone, other), True),
+        (f"{gone}: timed out; {other}: timed out", (gone, other), False),
         (f"{gone}: timed out", (gone,), True),
         (f"{gone}: refused", (gone,), False),
         ("", (), False),
+        (f"{one}: timed out", (), True),  # of a release that has them in the sentence alone
+        (f"{one}: timed out; {other}: timed out", (), True),
+        ("", (), True),
     ):
         say(message, *failing)
         await until_asked(gateways, ONE, gateways.asked[ONE] + 3)

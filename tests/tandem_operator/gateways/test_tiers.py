@@ -170,7 +170,7 @@ def test_of_disks_and_peers_the_worse_is_told(
     ("failing", "is_kept"),
     [
         (["10.0.0.7:7000"], True),
-        (["10.0.0.9:7000", "10.0.0.7:7000"], True),
+        (["[fd00::7]:7000", "10.0.0.7:7000"], True),
         (["[fd00::7]:7000"], True),
         (["10.0.0.9:7000"], False),  # it has gone, and is never asked again
         (["10.0.0.70:7000", "[fd00::77]:7000"], False),
@@ -182,6 +182,21 @@ def test_of_workers_that_have_gone_nothing_is_told(reason: str | None, failing: 
     told = TierTelemetry(tier="peer", reason=reason, message="nobody gives", failing=failing, tokens_per_second=5.0)
     (found,) = forget_gone({"a": told}, {"10.0.0.7", "fd00::7"}).values()
     assert found == (told if is_kept else TierTelemetry(tier="peer", tokens_per_second=5.0))
+
+
+def test_beside_one_that_is_there_those_that_have_gone_are_not_named() -> None:
+    """The worker's words are of the first three, all of whom may have gone with a rollout."""
+    gone, here = [f"10.0.0.{number}:7000" for number in (1, 2, 3)], "10.0.0.7:7000"
+    message = "; ".join(f"{each}: refused" for each in gone) + " and 1 more"
+    told = TierTelemetry(tier="peer", reason="PeersFailing", message=message, failing=[*gone, here])
+    (found,) = forget_gone({"a": told}, {"10.0.0.7"}).values()
+    assert (found.reason, found.message, found.failing) == ("PeersFailing", here, [here])
+
+
+def test_one_that_tries_its_disk_again_has_not_switched_it_off() -> None:
+    """It is told until what had failed has gone through."""
+    (condition,) = tiers_condition(with_disk(), {"a": tell("VolumeSlow", "slow")}, {})
+    assert "switched off the disk of spec.kv.disk, or try it again" in condition.message
 
 
 def report(gateway: str, age: float, *tiers: TierTelemetry) -> FleetReport:

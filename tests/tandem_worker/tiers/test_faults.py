@@ -254,6 +254,7 @@ def test_a_slow_disk_is_cut_and_what_came_is_kept(tmp_path: Path, monkeypatch: p
 
 def test_a_disk_that_freezes_at_the_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.tiers.disk.RETRY_SECONDS", 0.05)
     real, release = os.statvfs, threading.Event()
 
     def statvfs(path: Path) -> os.statvfs_result:

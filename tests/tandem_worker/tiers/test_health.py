@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.store import Place, SegmentStore
 
 from tests.tandem_worker.engine.history_model import greedy_answer
-from tests.tandem_worker.tiers.rig import DiskRig, wait_until
+from tests.tandem_worker.tiers.rig import SLOT_BYTES, DiskRig, wait_until
 from tests.tandem_worker.tiers.test_disk import make_prompt
 from tests.tandem_worker.tiers.test_faults import fill, segments
 
@@ -110,6 +111,11 @@ class Looks:
     def told_well(self) -> int:
         return sum("is in use" in record.message for record in self._log.records)
 
+    def wait_told(self, number: int) -> int:
+        """Somebody is told so often that a disk is in use, just after it is."""
+        wait_until(lambda: self.told_well >= number)
+        return self.told_well
+
     @property
     def told_off(self) -> int:
         return sum("is switched off" in record.message for record in self._log.records)
@@ -141,7 +147,7 @@ def test_a_disk_whose_blocks_cannot_be_written_is_told_until_one_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
 ) -> None:
     rig = DiskRig(tmp_path, write_through=True)
-    assert looks.told_well == 1
+    assert looks.wait_told(1) == 1
     mend = break_writes(monkeypatch)
     for number, prompt in enumerate(PROMPTS[:2]):
         assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
@@ -152,22 +158,24 @@ def test_a_disk_whose_blocks_cannot_be_written_is_told_until_one_was(
     wait_until(lambda: rig.tier.stats().reason is None)
     rig.run("b", PROMPTS[3])
     wait_until(lambda: rig.written > 0)
-    assert looks.told_well == 2
+    assert looks.wait_told(2) == 2
     rig.close()
 
 
+@pytest.mark.parametrize("slot", [0, 2])
 def test_a_disk_whose_blocks_cannot_be_read_gives_up_the_spot_and_is_told_as_well_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks, slot: int
 ) -> None:
-    """What fails again is not read a third time, and one bad spot is not the end of the disk."""
+    """What fails again is not read a third time, and one bad spot is not the end of the disk, wherever it is in what
+    one call reads."""
     fill(tmp_path)
     rig, real = DiskRig(tmp_path, num_blocks=128), SegmentStore.read
-    before, well = len(segments(tmp_path)), looks.told_well
+    before, well = len(segments(tmp_path)), looks.wait_told(2)
     (bad, _), *_ = rig.tier._store._places.values()
     reads: list[int] = []
 
     def read(store: SegmentStore, place: Place, count: int, rows: np.ndarray) -> int | None:
-        if place.segment == bad and bad in store._segments:
+        if place.segment == bad and place.slot <= slot < place.slot + count and bad in store._segments:
             reads.append(place.segment)
             raise OSError(errno.EIO, "input/output error")
         return real(store, place, count, rows)
@@ -176,17 +184,83 @@ def test_a_disk_whose_blocks_cannot_be_read_gives_up_the_spot_and_is_told_as_wel
     for number, prompt in enumerate(PROMPTS):
         assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
         wait_until(lambda: rig.tier.stats().reason is None)
-    assert (looks.told_off, looks.told_well) == (1, well + 1)
+    assert (looks.told_off, looks.wait_told(well + 1)) == (1, well + 1)
     assert len(segments(tmp_path)) >= before - 1
     assert bad not in {place.segment for place in rig.tier._store._places.values()}
     assert len(reads) >= 2
     rig.close()
 
 
+def test_a_spot_that_hangs_whenever_it_is_read_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
+) -> None:
+    """As sectors do that a device reads again and again. Else it would hang, and be told, each time it is asked for."""
+    fill(tmp_path)
+    for module in ("loads", "disk"):
+        monkeypatch.setattr(f"tandem_worker.tiers.{module}.FROZEN_SECONDS", 0.5)
+    rig, real = DiskRig(tmp_path, num_blocks=128), SegmentStore.read
+    well = looks.wait_told(2)
+    (bad, _), *_ = rig.tier._store._places.values()
+
+    def read(store: SegmentStore, place: Place, count: int, rows: np.ndarray) -> int | None:
+        if place.segment == bad and place.slot <= 2 < place.slot + count and bad in store._segments:
+            wait_until(lambda: not rig.tier.health.on)
+            time.sleep(0.55)
+        return real(store, place, count, rows)
+
+    monkeypatch.setattr(SegmentStore, "read", read)
+    for number, prompt in enumerate(PROMPTS):
+        assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
+        wait_until(lambda: rig.tier.stats().reason is None)
+    assert (looks.told_off, looks.wait_told(well + 1)) == (1, well + 1)
+    assert bad not in {place.segment for place in rig.tier._store._places.values()}
+    rig.close()
+
+
+def test_a_look_that_takes_too_long_does_not_show_that_all_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
+) -> None:
+    """Blocks would take as long: it would be told as frozen and as well by turns."""
+    rig, seconds = DiskRig(tmp_path), [0.15]
+    monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 0.1)
+    well, real = looks.wait_told(1), os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        time.sleep(seconds[0])
+        return real(path)
+
+    monkeypatch.setattr("tandem_worker.tiers.files.os.statvfs", statvfs)
+    rig.tier.health.fail(TierError("VolumeFrozen", "once"))
+    looks.wait(2)
+    assert (looks.told_well, rig.tier.stats().reason) == (well, "VolumeFrozen")
+    seconds[0] = 0.0
+    wait_until(lambda: rig.tier.stats().reason is None)
+    rig.close()
+
+
+def test_a_disk_with_many_segments_is_not_frozen_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
+) -> None:
+    """Each answers within the time that is allowed to one answer."""
+    fill(tmp_path)
+    assert len(segments(tmp_path)) >= 4
+    monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 0.9)
+    real = Volume.open
+
+    def open_slowly(volume: Volume, path: Path) -> int:
+        time.sleep(0.25)
+        return real(volume, path)
+
+    monkeypatch.setattr(Volume, "open", open_slowly)
+    rig = DiskRig(tmp_path)
+    assert (looks.told_off, rig.tier.stats().reason) == (0, None)
+    rig.close()
+
+
 def test_a_disk_that_a_look_finds_slow_is_not_used_meanwhile(tmp_path: Path, looks: Looks) -> None:
     rig = DiskRig(tmp_path)
     rig.run("a", PROMPTS[0])
-    well, looks.seconds = looks.told_well, 1e6
+    well, looks.seconds = looks.wait_told(1), 1e6
     rig.tier.health.fail(TierError("VolumeFailed", "once"))
     wait_until(lambda: rig.tier.stats().reason == "VolumeSlow")
     looks.wait()
@@ -201,7 +275,7 @@ def test_a_disk_that_only_looks_fast_is_told_as_slow_until_blocks_have_come_fast
     fill(tmp_path)
     looks.seconds = 1e-6
     rig = DiskRig(tmp_path, num_blocks=128)
-    well, pool = looks.told_well, rig.tier._pool
+    well, pool = looks.wait_told(2), rig.tier._pool
     pool.seconds_per_block = 1e-3
     for _ in range(2):
         seen = looks.count
@@ -215,17 +289,46 @@ def test_a_disk_that_only_looks_fast_is_told_as_slow_until_blocks_have_come_fast
     rig.close()
 
 
+def test_a_disk_that_looks_fast_and_is_not_is_told_as_slow_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks
+) -> None:
+    """What a probe had in a second outweighs the blocks of minutes; and blocks that come too late are slow too."""
+    fill(tmp_path)
+    looks.seconds = 1e-6
+    rig, real, seconds = DiskRig(tmp_path, num_blocks=128, prefill_rate=1000.0), SegmentStore.read, 0.1
+    well, pool = looks.wait_told(2), rig.tier._pool
+    rig.tier.health.fail(TierError("VolumeSlow", "once"), Work.SPEED)
+    wait_until(lambda: rig.tier.health.on)
+
+    def read(store: SegmentStore, place: Place, count: int, rows: np.ndarray) -> int | None:
+        time.sleep(seconds)
+        return real(store, place, count, rows)
+
+    monkeypatch.setattr(SegmentStore, "read", read)
+    assert rig.run("a", PROMPTS[0]) == greedy_answer(PROMPTS[0], 8)
+    wait_until(lambda: pool.blocks_rate is not None)
+    rig.tier._watch_speed(3, SLOT_BYTES, "VolumeSlow")
+    assert (looks.told_well, rig.tier.stats().reason) == (well, "VolumeSlow")
+    rate = pool.blocks_rate
+    assert rate is not None
+    assert rate < 15 * SLOT_BYTES / seconds
+    pool._note_rate(1 << 30, 1.0)
+    rig.tier._watch_speed(3, SLOT_BYTES, "VolumeSlow")
+    assert rig.tier.stats().reason is None
+    rig.close()
+
+
 def test_what_cannot_be_saved_keeps_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks) -> None:
     """It is saved once a minute: looks that did without would find all well in between."""
     rig, real, broken = DiskRig(tmp_path), os.rename, [True]
-    well = looks.told_well
+    well = looks.wait_told(1)
 
     def rename(source: Path, target: Path) -> None:
         if broken and target.name == "state.json":
             raise OSError(errno.EIO, "input/output error")
         real(source, target)
 
-    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.rename", rename)
     rig.tier._save_state()
     looks.wait()
     assert (looks.told_well, rig.tier.stats().reason) == (well, "VolumeFailed")

@@ -297,6 +297,40 @@ def test_one_that_is_asked_seldom_counts_until_it_fails(gave_at: float, retry_at
     assert find_failing(records, 215.0) == ({"a": "refused", "b": "refused"}, 160.0)
 
 
+def test_that_nobody_gives_is_told_on_while_others_are_asked_that_give_nothing_either() -> None:
+    """Gateways name one after another: each would be unknown until it has failed as often as the first."""
+    records, now = {"a": make_record(3, 100.0)}, 101.0
+    records["a"].answered_at = float("-inf")
+    for name in ("b", "c"):
+        records[name] = peer_link.PeerRecord()
+        for _ in range(peer_link.FAILING):
+            now += 10.0
+            records[name].note_failure("refused", now)
+            failing, retry_at = find_failing(records, now)
+            assert "a" in failing
+            assert retry_at is not None
+            assert retry_at <= records[name].retry_at, "it may be asked again sooner than those that have failed longer"
+    records["b"].note_success(now)
+    assert find_failing(records, now)[1] is None
+
+
+def test_one_that_gives_a_part_before_it_is_late_gives(make_peer: MakePeer) -> None:
+    record, reported = peer_link.PeerRecord(), list[Load]()
+    for _ in range(peer_link.FAILING):
+        record.note_failure("late", 90.0)
+    link = peer_link.PeerLink(
+        "a", record, make_peer().terms, reported.append, lambda *_: None, lambda: None, lambda: 100.0
+    )
+
+    def give_a_part(load: Load) -> None:
+        load.valid, load.ended = 1, True
+        link._check(load)
+
+    link._fetch = give_a_part  # type: ignore[method-assign]
+    link._try(Load(LoadOrder(load=1, names=(b"", b""), block_ids=(0, 1), seconds_per_block=1.0), 100.0))
+    assert find_failing({"a": record}, 100.0) == ({}, None)
+
+
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:
     now = [0.0]
     holder, puller = make_peer(), make_peer(clock=lambda: now[0])

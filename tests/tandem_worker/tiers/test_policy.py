@@ -125,3 +125,12 @@ def test_without_a_budget_everything_is_written() -> None:
     budget = WriteBudget(None)
     budget.record(1 << 60, 0.0)
     assert budget.admits(reused=False, now=1.0)
+
+
+@pytest.mark.parametrize("most", [None, 100])
+def test_what_was_written_long_ago_is_forgotten_whether_or_not_there_is_a_budget(most: int | None) -> None:
+    """It is saved every time, in a file of which a next process reads so much and no more."""
+    budget = WriteBudget(most)
+    for hour in range(24 * 365):
+        budget.record(1, hour * 3600.0)
+    assert len(budget.spent) <= 25

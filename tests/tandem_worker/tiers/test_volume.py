@@ -96,6 +96,74 @@ def test_numbers_of_an_earlier_process_that_cannot_be_are_left_alone(tmp_path: P
     assert json.loads(path.read_text())["seconds_per_block"] > 0
 
 
+def test_a_filesystem_that_knows_no_locks_costs_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at every 15 s."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    volume, before = Volume(tmp_path), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="No locks"):
+            volume.lock()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("lock", lambda volume, root: volume.lock()),
+        ("probe", lambda volume, root: volume.probe(files.PAGE)),
+        ("state.new", lambda volume, root: volume.save(root / "state.json", "{}")),
+        ("1.kv", lambda volume, root: volume.open(root / "1.kv")),
+    ],
+)
+def test_a_link_of_somebody_else_is_not_followed(
+    tmp_path: Path, name: str, use: Callable[[Volume, Path], None]
+) -> None:
+    root, elsewhere = tmp_path / "disk", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.write_text("dear")
+    (root / name).symlink_to(elsewhere)
+    with pytest.raises(OSError, match="symbolic"):
+        use(Volume(root), root)
+    assert elsewhere.read_text() == "dear"
+
+
+def test_links_in_the_place_of_files_and_of_folders_are_replaced(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "disk", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    store = open_store(root)
+    for name in ("key.json", "1.kv"):
+        (elsewhere / name).write_text("dear")
+    (store.folder / "key.json").unlink()
+    (store.folder / "key.json").symlink_to(elsewhere / "key.json")
+    (store.folder / "0000000000000001.kv").symlink_to(elsewhere / "1.kv")
+    (root / "other").symlink_to(elsewhere)
+    store.load()
+    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"key.json": "dear", "1.kv": "dear"}
+    assert [path.name for path in store.folder.iterdir()] == ["key.json"]
+    assert not (store.folder / "key.json").is_symlink()
+    assert not (root / "other").is_symlink()
+
+
+def test_a_disk_that_nobody_uses_and_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes to the page cache would go well for as long as nobody asks for them."""
+    assert disk._SAVE_SECONDS + 1 + 2 <= 15, "with the ways to gateways and operator it is told within 15 s"
+    monkeypatch.setattr(disk, "_SAVE_SECONDS", 0.01)
+    rig = DiskRig(tmp_path)
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files.os, "pwrite", pwrite)
+    wait_until(lambda: rig.tier.stats().reason == "VolumeFailed")
+    monkeypatch.undo()
+    rig.close()
+
+
 def test_a_system_that_takes_less_than_a_page_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a limit of the file's size or small blocks of the filesystem make it."""
     calls: list[int] = []
@@ -180,7 +248,7 @@ def test_a_disk_that_freezes_while_it_is_told_what_was_written_is_told(
     monkeypatch.setattr(disk, "_SAVE_SECONDS", 0.01)
     rig = DiskRig(tmp_path)
     monkeypatch.setattr(disk, "FROZEN_SECONDS", 0.2)
-    monkeypatch.setattr("tandem_worker.tiers.disk.os.rename", rename)
+    monkeypatch.setattr("tandem_worker.tiers.files.os.rename", rename)
     wait_until(lambda: rig.tier.stats().reason == "VolumeFrozen")
     release.set()
     rig.close()

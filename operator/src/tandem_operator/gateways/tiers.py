@@ -33,7 +33,7 @@ class _Words:
 
 _DISKS = _Words(
     condition=CONDITION,
-    off="workers have switched off the disk that spec.kv.disk gives them, and compute",
+    off="workers have switched off the disk of spec.kv.disk, or try it again, and compute what it does not bring",
     unheard="no worker has told yet of the disk that spec.kv.disk gives it",
     looking="some workers are still looking at the disk that spec.kv.disk gives them",
     used="the disks of {count} workers are in use",
@@ -42,7 +42,7 @@ _DISKS = _Words(
 )
 _PEERS = _Words(
     condition=CONDITION,
-    off="workers get nothing of the workers that they ask for blocks, and compute",
+    off="workers get nothing of the workers that they ask for blocks, and compute what they would find there",
     unheard="no worker has told yet whether it gets blocks of others",
     looking="some workers have not told yet whether they get blocks of others",
     used="{count} workers give each other blocks",
@@ -51,7 +51,7 @@ _PEERS = _Words(
 )
 _STORE = _Words(
     condition=STORE_CONDITION,
-    off="workers do without the store of spec.kv.store, and compute",
+    off="workers do without the store of spec.kv.store, or try it again, and compute what it does not bring",
     unheard="no worker has told yet of the store of spec.kv.store",
     looking="some workers are still reaching for the store of spec.kv.store",
     used="{count} workers have written to the store and read from it",
@@ -94,19 +94,24 @@ def store_condition(blueprint: Blueprint, stores: Mapping[str, TierTelemetry]) -
 
 
 def forget_gone(peers: Mapping[str, TierTelemetry], hosts: Collection[str]) -> dict[str, TierTelemetry]:
-    """What workers tell of each other, where somebody of whom nothing comes is at one of these hosts. A worker cannot
-    know that one which it asked has gone: nobody names that to it any more, so it never gives anything."""
-    return {
-        name: tier
-        if not tier.failing or any(each.rpartition(":")[0].strip("[]") in hosts for each in tier.failing)
-        else tier.model_copy(update={"reason": None, "message": "", "failing": []})
-        for name, tier in peers.items()
-    }
+    """What workers tell of each other, of those that are at one of these hosts. A worker cannot know that one which it
+    asked has gone: nobody names that to it any more, so it never gives anything."""
+    return {name: _forget_gone(tier, hosts) for name, tier in peers.items()}
 
 
-def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str]]]:
-    """What a change of makes a model be looked at again: of whom nothing comes, not what they failed with last."""
-    return {name: (tier.reason, tier.failing) for name, tier in peers.items()}
+def _forget_gone(tier: TierTelemetry, hosts: Collection[str]) -> TierTelemetry:
+    here = [each for each in tier.failing if each.rpartition(":")[0].strip("[]") in hosts]
+    if here == tier.failing:
+        return tier
+    # Its own words are of those that have gone too, and may name no other.
+    words = {"message": name_some(here, _NAMED, "; ")} if here else {"message": "", "reason": None}
+    return tier.model_copy(update={"failing": here, **words})
+
+
+def summarize_peers(peers: Mapping[str, TierTelemetry]) -> dict[str, tuple[str | None, list[str] | str]]:
+    """What a change of makes a model be looked at again: of whom nothing comes, not what they failed with last. Workers
+    and gateways of earlier releases have both in one sentence."""
+    return {name: (tier.reason, tier.failing or tier.message) for name, tier in peers.items()}
 
 
 def _has_peers(blueprint: Blueprint) -> bool:
@@ -136,5 +141,5 @@ def _describe_off(tiers: Mapping[str, TierTelemetry], what: str) -> tuple[str, s
     if not off:
         return None
     named = name_some([f"{name}: {tier.message}" for name, tier in off.items()], _NAMED, "; ")
-    text = f"{len(off)} of {len(tiers)} {what} what they would find there: {named}"
+    text = f"{len(off)} of {len(tiers)} {what}: {named}"
     return str(next(iter(off.values())).reason), text

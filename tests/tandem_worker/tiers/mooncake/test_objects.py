@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tandem_worker.tiers.errors import STORE_FAILED, STORE_FULL, STORE_UNREACHABLE, TierError
 from tandem_worker.tiers.format import is_intact
 from tandem_worker.tiers.mooncake.objects import ABSENT_SECONDS, ObjectSlots
+from tandem_worker.tiers.mooncake.tier import StoreTier
 from tandem_worker.tiers.store import Place
 
 from tests.tandem_worker.tiers.rig import KEY
@@ -181,6 +182,47 @@ def test_a_look_up_is_tried_twice(rig: Rig) -> None:
     with pytest.raises(TierError, match="the master does not answer") as caught:
         rig.slots.ask(NAMES[:3])
     assert caught.value.reason == STORE_UNREACHABLE
+
+
+class StartedClient(Client):
+    """Answers no look-up while `deaf`."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.deaf = False
+
+    def start(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def call(self, call: str, keys: Sequence[str], first: int = 0, size: int = 0, *, seconds: float) -> Sequence[int]:
+        if self.deaf and call == "exist":
+            return [-900] * len(keys)
+        return super().call(call, keys, first, size, seconds=seconds)
+
+
+def test_a_store_that_answers_no_look_ups_is_not_well_because_it_takes_and_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would fail with the next look-up, and be told as failing and as well by turns."""
+    monkeypatch.setattr("tandem_worker.tiers.mooncake.tier.MooncakeClient", StartedClient)
+
+    class Memory:
+        layer_bytes = LAYERS
+
+    tier = StoreTier("127.0.0.1:1", KEY, cast(Any, Memory()), 4)
+    client = cast(Any, tier._client)
+    tier._open()
+    assert tier.health.on
+    client.deaf = True
+    tier.health.fail(TierError(STORE_UNREACHABLE, "the master does not answer"))
+    tier._open()
+    assert (tier.health.on, tier.stats().reason) == (False, STORE_UNREACHABLE)
+    client.deaf = False
+    tier._open()
+    assert (tier.health.on, tier.stats().reason) == (True, None)
 
 
 def test_the_third_failure_in_a_row_counts(rig: Rig) -> None:

@@ -7,7 +7,6 @@ the tier switches itself off, says why, and looks at the volume again every `RET
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 PROBE_BYTES = 2 << 20
-_SAVE_SECONDS = 60.0
+_SAVE_SECONDS = 10.0
+"""So often it is saved what was measured. Besides it shows whether a disk answers that nobody reads or writes."""
 _STATE_FILE = "state.json"
 _MOST_STATE_BYTES = 1 << 16
 
@@ -208,10 +208,12 @@ class DiskTier(WrittenTier):
             self._volume.lock()
             self._check_room()
             self._pool.set_rate(PROBE_BYTES, self._volume.probe(PROBE_BYTES))
-            self._store.load()
+            self._note_answer()
+            self._store.load(self._note_answer)
             self._read_state()
             self._check_speed(NUM_READERS, self._store.geometry.slot_bytes, VOLUME_SLOW)
             self._write_state()
+            self._note_answer()
             self._saved_at = self._clock()
             self._try_blocks()
         except TierError as error:
@@ -233,23 +235,33 @@ class DiskTier(WrittenTier):
             },
         )
 
+    def _note_answer(self) -> None:
+        """The volume has answered one of many questions. Raises TierError where it took too long for that: blocks would
+        hang there too."""
+        now, since = self._clock(), self._asked_since
+        self._asked_since = now
+        if since is not None and now - since > FROZEN_SECONDS:
+            raise TierError(VOLUME_FROZEN, f"an answer from it took {now - since:.1f} s")
+
     def _try_blocks(self) -> None:
-        """Do again what has failed with blocks: write one, of a name that nobody asks for; read the one that could not
-        be read. Where that fails again though all else is well, its place is at fault, and its segment goes.
+        """Do again what has failed with blocks: write one, of a name that nobody asks for; read those that could not be
+        read. Where that fails again though all else is well, their place is at fault, and its segment goes.
 
         Raises TierError.
         """
-        rows = self._slots.allocate(1)
         if self.health.owes(Work.WRITE):
+            rows = self._slots.allocate(1)
             rows[:] = 0
             self._slots.write([secrets.token_bytes(NAME_BYTES)], rows)
+            self._note_answer()
         if self.health.owes(Work.READ) and self._pool.failed is not None:
-            place, name = self._pool.failed
+            places, names = self._pool.failed
             try:
-                self._slots.read([place], [name], rows)
+                self._slots.read(places, names, self._slots.allocate(len(places)))
+                self._note_answer()
             except TierError as error:
-                if error.reason == VOLUME_FAILED:
-                    self._slots.discard(place, name)
+                if error.reason in (VOLUME_FAILED, VOLUME_FROZEN):
+                    self._slots.discard(places[0], names[0])
                 raise
 
     def _check_size(self) -> None:
@@ -298,7 +310,6 @@ class DiskTier(WrittenTier):
         state = _State(seconds_per_block=self._pool.seconds_per_block, written=self._writer.budget.spent)
         path = self._store.folder / _STATE_FILE
         try:
-            path.with_suffix(".new").write_text(state.model_dump_json())
-            os.rename(path.with_suffix(".new"), path)
+            self._volume.save(path, state.model_dump_json())
         except OSError as error:
             raise describe(error, f"{path} cannot be written") from error

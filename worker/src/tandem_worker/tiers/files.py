@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from tandem_worker.tiers.errors import VOLUME_IN_USE, TierError
-from tandem_worker.tiers.format import PAGE
+from tandem_worker.tiers.format import PAGE, pad
 from tandem_worker.tiers.memory import allocate_rows
 
 _LOCK, _PROBE = "lock", "probe"
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+"""A link that somebody else has put in the folder must not have this process write elsewhere."""
 
 
 class Volume:
@@ -44,11 +46,13 @@ class Volume:
     def lock(self) -> None:
         """Keep other processes out, as long as this one lives. Raises TierError where one is in, and OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:  # a filesystem may know no locks: each look would leave a descriptor open
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise TierError(
                 VOLUME_IN_USE, f"another process uses {self.root}; give every worker a volume of its own"
             ) from error
@@ -67,7 +71,7 @@ class Volume:
         rows[:] = 0x5A
         for self._direct in (getattr(os, "O_DIRECT", 0), 0):
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | self._direct, 0o600)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS | self._direct, 0o600)
             except OSError:
                 if not self._direct:
                     raise
@@ -88,7 +92,7 @@ class Volume:
     def create(self, path: Path, header: np.ndarray) -> int:
         """A file that begins with `header`, there as a whole or not at all; its descriptor."""
         fresh = path.with_suffix(".new")
-        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | self._direct, 0o600)
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS | self._direct, 0o600)
         try:
             write(descriptor, header.data, 0)
             os.rename(fresh, path)
@@ -97,9 +101,18 @@ class Volume:
             raise
         return descriptor
 
+    def save(self, path: Path, text: str) -> None:
+        """A small file, there as a whole or not at all; blanks follow the text. It has reached the device when this
+        returns, where the page cache is passed by."""
+        data = text.encode()
+        rows = allocate_rows(1, pad(len(data)))
+        rows[:] = ord(" ")
+        rows[0, : len(data)] = np.frombuffer(data, np.uint8)
+        os.close(self.create(path, rows[0]))
+
     def open(self, path: Path) -> int:
         """For reading."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._direct)
+        return os.open(path, os.O_RDONLY | _FLAGS | self._direct)
 
     def remove(self, path: Path) -> None:
         """A file or folder, if it is there."""

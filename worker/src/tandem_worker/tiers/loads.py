@@ -83,10 +83,10 @@ class LoadPool:
         self.seconds_per_block: float | None = None
         """What computing one takes, as the engine told last."""
         self._most = slots.most_slots
-        self.failed: tuple[Place, bytes] | None = None
-        """The block that could not be read last, and where it is."""
-        self.num_read = 0
-        """Blocks that were read and found intact since the rate was set, about: several threads count."""
+        self.failed: tuple[Sequence[Place], Sequence[bytes]] | None = None
+        """The blocks that could not be read last, or not in time, in one read, and where they are."""
+        self._read = 0, 0.0
+        """Bytes of blocks that were read since the rate was set, and what that took, about: several threads count."""
 
     @property
     def engine(self) -> TierEngine | None:
@@ -102,10 +102,22 @@ class LoadPool:
         """Bytes per second of one reader, verified and copied; None before the first."""
         return self._meter.rate
 
+    @property
+    def blocks_rate(self) -> float | None:
+        """As `rate`, of the blocks alone that were read since `set_rate`; None before the first."""
+        num_bytes, seconds = self._read
+        return num_bytes / seconds if seconds else None
+
     def set_rate(self, num_bytes: int, seconds: float) -> None:
         """So many bytes of the volume were read in so many seconds; what was known before does not count."""
-        self._meter, self.num_read = BandwidthMeter(), 0
+        self._meter, self._read = BandwidthMeter(), (0, 0.0)
         self._meter.observe(num_bytes, seconds)
+
+    def _note_rate(self, num_bytes: int, seconds: float) -> None:
+        if not num_bytes:  # what had been given up meanwhile was not read
+            return
+        self._meter.observe(num_bytes, seconds)
+        self._read = self._read[0] + num_bytes, self._read[1] + seconds
 
     def predict(self, num_blocks: int, num_pieces: int) -> float:
         """Seconds until so many blocks would be there."""
@@ -187,24 +199,21 @@ class LoadPool:
             got = self._slots.read(places, names, rows)
         except TierError as error:
             load.stop_at(first)
-            self._note_failure(places[0], names[0], error)
+            self._note_failure(places, names, error)
             return
+        self._note_late(began, places, names)
         good = self._count_intact(places[:got], names[:got], rows)
         self._note_good(good)
         with load.lock:
-            if load.ended:
-                return
-            if good:
-                self._memory.copy_in(
-                    rows[:good], self._slots.geometry.slot_header_bytes, load.order.block_ids[first : first + good]
-                )
-            load.arrived[first : first + good] = [True] * good
-            while load.valid < len(load.arrived) and load.arrived[load.valid]:
-                load.valid += 1
+            is_late = load.ended
+            if not is_late:
+                self._take(load, first, good, rows)
         seconds = self._clock() - began
+        self._note_rate(got * self._slots.geometry.slot_bytes, seconds)  # late ones too: else none would seem slow
+        if is_late:
+            return
         self._slots.use(places[0])
         self._counters.count_read(good * self._slots.geometry.slot_bytes, seconds)
-        self._meter.observe(count * self._slots.geometry.slot_bytes, seconds)
         if good == count:
             return
         load.stop_at(first + good)
@@ -213,18 +222,29 @@ class LoadPool:
             logger.warning("a damaged block of a tier is computed again", extra={"place": str(places[good])})
             self._discard(places[good], names[good])
 
+    def _take(self, load: _Load, first: int, good: int, rows: np.ndarray) -> None:
+        """Under the lock of the load: so many blocks from `first` on are what they should be."""
+        if good:
+            ids = load.order.block_ids[first : first + good]
+            self._memory.copy_in(rows[:good], self._slots.geometry.slot_header_bytes, ids)
+        load.arrived[first : first + good] = [True] * good
+        while load.valid < len(load.arrived) and load.arrived[load.valid]:
+            load.valid += 1
+
     def read(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:
         """The leading ones of these blocks that follow one another, verified, into `rows`: whole slots, as many as
         those are at most. How many; on the calling thread, for who gives them to others."""
         if not places or not self._health.on:
             return 0
         _, count = plan_pieces(places, len(rows))[0]
+        places, names, began = places[:count], names[:count], self._clock()
         with self._wake:
-            self._busy_since[threading.get_ident()] = self._clock()
+            self._busy_since[threading.get_ident()] = began
         try:
-            got = self._slots.read(places[:count], names[:count], rows)
+            got = self._slots.read(places, names, rows)
+            self._note_late(began, places, names)
         except TierError as error:
-            self._note_failure(places[0], names[0], error)
+            self._note_failure(places, names, error)
             return 0
         finally:
             with self._wake:
@@ -238,13 +258,17 @@ class LoadPool:
             self._slots.use(places[0])
         return good
 
-    def _note_failure(self, place: Place, name: bytes, error: TierError) -> None:
-        self.failed = place, name
+    def _note_failure(self, places: Sequence[Place], names: Sequence[bytes], error: TierError) -> None:
+        self.failed = places, names
         self._health.fail(error, Work.READ)
+
+    def _note_late(self, began: float, places: Sequence[Place], names: Sequence[bytes]) -> None:
+        """A read has returned: one that hung is to be tried again, as one that failed. `watch_once` tells of it."""
+        if self._clock() - began > FROZEN_SECONDS:
+            self.failed = places, names
 
     def _note_good(self, count: int) -> None:
         if count:
-            self.num_read += count
             self._health.passed(Work.READ)
 
     def _count_intact(self, places: Sequence[Place], names: Sequence[bytes], rows: np.ndarray) -> int:

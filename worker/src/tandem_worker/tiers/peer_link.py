@@ -203,7 +203,9 @@ class PeerLink:
             self._leave_alone(str(error), is_well=True)
         except _AbandonedError:
             self._drop()
-            if not (load.valid or load.cancelled):
+            if load.valid:  # it gives, if not all
+                self.record.note_success(self._clock())
+            elif not load.cancelled:
                 self._leave_alone("nothing came before it was late")
         except IntegrityError as error:
             self._count_damage()

@@ -202,11 +202,11 @@ class PeerSource:
 
 
 def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[str, str], float | None]:
-    """Which workers have failed again and again, and why; and where those are all that were asked lately, and nobody
-    has given anything since the first of them began to fail, when one of them may be asked again.
+    """Which workers have failed again and again, and why; and where nobody has given anything lately, nor since the
+    first of them began to fail, when one that has not may be asked again.
 
-    A failure is told until somebody gives something, however seldom anybody is asked. What was said before that, and
-    long ago, says nothing: gateways name a worker that has gone no more.
+    A failure is told until somebody gives something, however seldom anybody is asked, and whoever else is asked first
+    and fails too. What was said before that, and long ago, says nothing: gateways name a worker that has gone no more.
     """
 
     def is_fresh(record: PeerRecord) -> bool:
@@ -221,10 +221,13 @@ def find_failing(records: Mapping[str, PeerRecord], now: float) -> tuple[dict[st
     if not failing:
         return {}, None
     since = min(record.failed_at for record in failing.values())
-    others = any(
-        is_fresh(record) or (not record.faults and record.tried_at >= since)
-        for endpoint, record in records.items()
-        if endpoint not in failing
-    )
+    others = [record for endpoint, record in records.items() if endpoint not in failing]
     told = {endpoint: record.message for endpoint, record in failing.items()}
-    return told, None if others else min(record.retry_at for record in failing.values())
+    lately = min(since, now - STALE_SECONDS)
+    for record in others:
+        if not record.faults and record.tried_at >= since:
+            return told, None
+        if is_fresh(record) and record.answered_at >= lately:  # a single failure may be that of a sound one
+            return told, None
+    asked = [*failing.values(), *(record for record in others if is_fresh(record))]
+    return told, min(record.retry_at for record in asked)

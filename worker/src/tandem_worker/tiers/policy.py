@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ UNKNOWN_SECONDS = 0.5
 LEAST_GAIN = 2.0
 """A disk is in use where reading is this many times as fast as computing. Gateways send sessions to where their blocks
 are; for less than this, what it saves there is not worth the queues."""
+CLEAR_GAIN = 1.25 * LEAST_GAIN
+"""One that was slower is told as such until reading is this many times as fast: else it would change with each
+measurement of one that is as fast as that."""
 HEAD_ROOM = 0.05
 """Share of the volume that stays free: what lies beside the blocks, and what a filesystem takes for itself."""
 SECOND_USE_SHARE = 0.8
@@ -26,9 +30,10 @@ def is_sooner(load_seconds: float, num_blocks: int, seconds_per_block: float | N
     return seconds_per_block is None or load_seconds < num_blocks * seconds_per_block
 
 
-def is_slow(rate: float, slot_bytes: int, seconds_per_block: float) -> bool:
-    """Whether a disk that is read at `rate` bytes per second is to be left alone."""
-    return rate * seconds_per_block < LEAST_GAIN * slot_bytes
+def is_slow(rate: float, slot_bytes: int, seconds_per_block: float, gain: float = LEAST_GAIN) -> bool:
+    """Whether a disk that is read at `rate` bytes per second is to be left alone: not `gain` times as fast as
+    computing."""
+    return rate * seconds_per_block < gain * slot_bytes
 
 
 def cut_after(valid: int, num_blocks: int, seconds_per_block: float | None) -> float:
@@ -82,31 +87,40 @@ def plan_pieces(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int,
 
 
 class WriteBudget:
-    """Bytes that may be written within a day, counted by hours."""
+    """Bytes that may be written within a day, counted by hours. Any thread."""
 
     def __init__(self, most: int | None, spent: Sequence[tuple[float, int]] = ()) -> None:
         """`most` None: as many as come. `spent`: (unix seconds, bytes), ascending, of an earlier process."""
         self._most = most
         self._spent: deque[tuple[float, int]] = deque(spent)
+        self._lock = threading.Lock()
 
     @property
     def spent(self) -> list[tuple[float, int]]:
         """What a next process is to be told."""
-        return list(self._spent)
+        with self._lock:
+            return list(self._spent)
 
     def record(self, num_bytes: int, now: float) -> None:
         """So many were written."""
-        if self._spent and abs(now - self._spent[-1][0]) < HOUR_SECONDS:
-            began, before = self._spent[-1]
-            self._spent[-1] = began, before + num_bytes
-        else:
-            self._spent.append((now, num_bytes))
+        with self._lock:
+            self._forget(now)
+            if self._spent and abs(now - self._spent[-1][0]) < HOUR_SECONDS:
+                began, before = self._spent[-1]
+                self._spent[-1] = began, before + num_bytes
+            else:
+                self._spent.append((now, num_bytes))
 
     def admits(self, *, reused: bool, now: float) -> bool:
         """Whether a block may be written that more than one request has used, or that only one has."""
         if self._most is None:
             return True
+        with self._lock:
+            self._forget(now)
+            share = sum(count for _, count in self._spent) / self._most
+        return share < 1 and (reused or share < SECOND_USE_SHARE)
+
+    def _forget(self, now: float) -> None:
+        """Under the lock. What was written longer than a day ago."""
         while self._spent and abs(now - self._spent[0][0]) >= DAY_SECONDS:  # a clock may have been ahead
             self._spent.popleft()
-        share = sum(count for _, count in self._spent) / self._most
-        return share < 1 and (reused or share < SECOND_USE_SHARE)

@@ -12,7 +12,7 @@ class TierStats:
 
     tier: str = "disk"
     reason: str | None = None
-    """Why it is off, in a word; None while it is in use."""
+    """Why it is off, in a word, or was, and what had failed has not gone through yet; None else."""
     message: str = ""
     failing: tuple[str, ...] = ()
     """Addresses of the workers of whom nothing comes, of peers."""

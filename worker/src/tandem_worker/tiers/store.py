@@ -99,18 +99,22 @@ class SegmentStore:
         """Folder of this key's segments."""
         return self._folder
 
-    def load(self) -> None:
+    def load(self, note_answer: Callable[[], None] = lambda: None) -> None:
         """Find what an earlier process has left, and remove what cannot be used: other keys' blocks, what is damaged or
-        was never finished, what is beyond the limit. On the thread that writes."""
+        was never finished, what is beyond the limit. On the thread that writes. `note_answer`: called after each
+        file."""
         with self._lock:
             self._segments.clear()
             self._places.clear()
         self.close()
         for path in self._volume.root.iterdir():
             if path != self._folder and (path / _KEY_FILE).is_file():
+                for inner in () if path.is_symlink() else path.glob("*" + _SUFFIX):
+                    self._volume.remove(inner)
+                    note_answer()
                 self._volume.remove(path)
         self._folder.mkdir(exist_ok=True)
-        (self._folder / _KEY_FILE).write_text(self._key.to_json())
+        self._volume.save(self._folder / _KEY_FILE, self._key.to_json())
         found: list[_Segment] = []
         for path in sorted(self._folder.iterdir()):
             segment = self._read_segment(path) if path.suffix == _SUFFIX else None
@@ -118,11 +122,13 @@ class SegmentStore:
                 found.append(segment)
             elif path.suffix in (_SUFFIX, ".new"):
                 self._volume.remove(path)
+            note_answer()
         self._next = 1 + max((segment.number for segment in found), default=0)
         found.sort(key=lambda segment: segment.used_at)
         self._latest = max((segment.used_at for segment in found), default=0.0)
         for segment in found[: max(0, len(found) - self._max_segments)]:
             self._volume.remove(segment.path)
+            note_answer()
         with self._lock:
             for segment in found[max(0, len(found) - self._max_segments) :]:
                 self._segments[segment.number] = segment
@@ -230,7 +236,7 @@ class SegmentStore:
 
     def _read_segment(self, path: Path) -> _Segment | None:
         """None: it is not one of this key and geometry, or its header is damaged."""
-        if not _STEM.fullmatch(path.stem) or not path.is_file():
+        if not _STEM.fullmatch(path.stem) or path.is_symlink() or not path.is_file():
             return None
         number = int(path.stem, 16)
         head = allocate_rows(1, self.geometry.first_slot)[0]

@@ -16,7 +16,7 @@ from tandem_worker.host.vitals import Vitals
 from tandem_worker.tiers.errors import TierError
 from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.loads import LoadPool
-from tandem_worker.tiers.policy import LEAST_GAIN, is_slow
+from tandem_worker.tiers.policy import CLEAR_GAIN, LEAST_GAIN, is_slow
 from tandem_worker.tiers.writer import BlockWriter
 
 
@@ -133,15 +133,18 @@ class WrittenTier(ABC):
             self._writer.engine.drop_kept()
 
     def _watch_speed(self, num_readers: int, slot_bytes: int, reason: str) -> None:
-        """Switch it off for this reason where reading blocks is not worth it. What a probe alone says does not end
-        that: it is read by one reader, while nothing else is."""
+        """Switch it off for this reason where reading blocks is not worth it. What a probe says does not end that: it
+        is read by one reader, while nothing else is, and it would hide the first hundreds of megabytes of blocks."""
         try:
             self._check_speed(num_readers, slot_bytes, reason)
         except TierError as error:
             self.health.fail(error, Work.SPEED)
-        else:
-            if self._pool.num_read:
-                self.health.passed(Work.SPEED)
+            return
+        rate, per_block = self._pool.blocks_rate, self._pool.seconds_per_block
+        if rate is None or per_block is None:
+            return
+        if not is_slow(rate * num_readers, slot_bytes, per_block, CLEAR_GAIN):
+            self.health.passed(Work.SPEED)
 
     def _check_speed(self, num_readers: int, slot_bytes: int, reason: str) -> None:
         """Raises TierError for this reason where reading is not worth it."""

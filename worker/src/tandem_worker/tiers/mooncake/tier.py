@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from tandem_worker.tiers.errors import (
     STORE_UNREACHABLE,
     TierError,
 )
-from tandem_worker.tiers.format import TierKey, plan_geometry
+from tandem_worker.tiers.format import NAME_BYTES, TierKey, plan_geometry
 from tandem_worker.tiers.health import TierHealth, Work
 from tandem_worker.tiers.loads import FROZEN_SECONDS, LoadPool
 from tandem_worker.tiers.memory import BlockMemory
@@ -273,7 +274,7 @@ class StoreTier(WrittenTier):
         super()._go_off()
 
     def _open(self) -> None:
-        """Start a helper, and write and read; switch the tier on, or say why it stays off.
+        """Start a helper, and write, read and ask; switch the tier on, or say why it stays off.
 
         One that runs is no good: a holder that was started again knows nothing of the memory that it shares.
         """
@@ -288,6 +289,7 @@ class StoreTier(WrittenTier):
             return
         self._unanswered = 0
         try:
+            self._slots.ask([secrets.token_bytes(NAME_BYTES)])  # a look-up may be what had failed
             self._check_speed(NUM_READERS, self._slots.geometry.slot_bytes, STORE_SLOW)
         except TierError as error:
             self.health.fail(error)
