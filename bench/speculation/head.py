@@ -41,10 +41,12 @@ class Lesson:
     features: torch.Tensor  # [L, 3 * hidden]
     likeliest: torch.Tensor  # [L, K] int64, tokens after each place
     shares: torch.Tensor  # [L, K], their probabilities
+    first: int = 0
+    """Of the tokens that count: a head is asked within answers."""
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x.float(), weight.shape, weight, eps)
 
 
 class LearningHead(nn.Module):
@@ -94,8 +96,9 @@ class LearningHead(nn.Module):
         model's likeliest token where those before them are text."""
         losses: list[torch.Tensor] = []
         right: list[float] = []
-        for depth, logits in enumerate(self.guess(lesson, depths)):
-            wanted = slice(1 + depth, None)
+        for depth, every in enumerate(self.guess(lesson, depths)):
+            begin = max(1 + depth, lesson.first)  # row r is about what follows the token r + 1 + depth
+            wanted, logits = slice(begin, None), every[begin - 1 - depth :]
             losses.append(self._loss(logits, lesson.likeliest[wanted], lesson.shares[wanted]))
             guessed = self.vocabulary[logits.argmax(-1)]
             right.append(float((guessed == lesson.likeliest[wanted, 0]).float().mean()))

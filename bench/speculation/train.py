@@ -1,7 +1,7 @@
 """`python -m bench.speculation.train FOLDER`: trains an EAGLE-3 head for SmolLM2 from the model's own text.
 
-The model writes texts from the beginning of its chat template on, users' turns too, at temperature 1. The head learns
-the model's likelihoods at three depths. Training goes on as long as `--minutes` say; then the head is published in
+The model writes chats in its template: questions at temperature 1, answers mostly greedily. The head learns the model's
+likelihoods in answers at three depths. Training goes on as long as `--minutes` say; then the head is published in
 FOLDER, with what it guesses right on texts that it has not seen, by depth. `--texts FILE` keeps texts for a later run.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -26,42 +27,95 @@ from tandem_worker.engine.schedule.params import GenerationRequest, SamplingPara
 from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model, open_checkpoint
+from tandem_worker.model.tokenization.tokenizer import Tokenizer
 from tandem_worker.model.tokenizer import load_tokenizer
 
 from bench.speculation.head import HeadShape, LearningHead, Lesson
 from e2e.model import find_model
 
 BLOCK = 16
-START = "<|im_start|>user\n"
+_TEMPLATE = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+"""What SmolLM2's template writes before and behind a question."""
+HELD_OUT = 20
+"""One text of so many is kept for what comes out: the first ones, which are greedy."""
+_WAITING = 256
+_QUESTION = 60
+"""Tokens of a question at the most."""
 _LIKELIEST = 64
 """Tokens of each place whose likelihoods are learned."""
 
 
-def write_texts(model: DecoderLM, start: Sequence[int], count: int, length: int, seed: int) -> list[list[int]]:
-    """Texts of the model's own, sampled at temperature 1; each begins with `start`."""
-    texts: dict[str, list[int]] = {}
-    done = threading.Semaphore(0)
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A question of the model's own and its answer."""
 
-    def deliver(deltas: Sequence[TokenDelta]) -> None:
+    tokens: list[int]
+    first: int
+    """Where the answer begins."""
+
+
+class Author:
+    """The model, writing: questions at temperature 1, answers mostly greedily, which are what heads are asked for."""
+
+    def __init__(self, model: DecoderLM, longest: int, seed: int, together: int = 64) -> None:
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._texts: dict[str, list[int]] = {}
+        self._seed = seed
+        config = WorkerConfig(
+            model_name="train", served_name="train", role=Role.UNIFIED, revision="train",
+            model=ModelSource(uri=f"file://{find_model()}"), max_model_len=longest,
+            kv=KVConfig(memory_bytes=together * longest * 24 << 10),
+            scheduler=SchedulerConfig(max_running_requests=together),
+        )  # fmt: skip
+        self._engine = build_engine(model, config, self._deliver)
+
+    def close(self) -> None:
+        self._engine.stop()
+
+    def write(self, prompts: Sequence[Sequence[int]], heats: Sequence[float], most: int) -> list[list[int]]:
+        """What follows each prompt, until the model ends it."""
+        self._texts = {f"{number}": [] for number in range(len(prompts))}
+        under_way = 0
+        for number, (prompt, heat) in enumerate(zip(prompts, heats, strict=True)):
+            if under_way == _WAITING:  # an engine's queue is bounded
+                self._done.get()
+                under_way -= 1
+            sampling = SamplingParams(max_tokens=most, temperature=heat, seed=self._seed + number)
+            self._engine.submit(
+                GenerationRequest(request_id=f"{number}", prompt_token_ids=tuple(prompt), sampling=sampling)
+            )
+            under_way += 1
+        for _ in range(under_way):
+            self._done.get()
+        return list(self._texts.values())
+
+    def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
-            texts.setdefault(delta.request_id, list(start)).extend(delta.token_ids)
+            self._texts[delta.request_id].extend(delta.token_ids)
             if delta.finish_reason is not None:
-                done.release()
+                self._done.put(None)
 
-    together = 16
-    config = WorkerConfig(
-        model_name="train", served_name="train", role=Role.UNIFIED, revision="train",
-        model=ModelSource(uri=f"file://{find_model()}"), max_model_len=length + len(start) + 1,
-        kv=KVConfig(memory_bytes=256 << 20), scheduler=SchedulerConfig(max_running_requests=together),
-    )  # fmt: skip
-    engine = build_engine(model, config, deliver)
-    for number in range(count):
-        sampling = SamplingParams(max_tokens=length, temperature=1.0, seed=seed + number, ignore_eos=True)
-        engine.submit(GenerationRequest(request_id=f"{number}", prompt_token_ids=tuple(start), sampling=sampling))
-    for _ in range(count):
-        done.acquire()
-    engine.stop()
-    return list(texts.values())
+
+def write_texts(model: DecoderLM, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list[Text]:
+    """Chats in the model's template. Answers have up to `length` tokens; each fourth is drawn at temperature .7."""
+    ends = tokenizer.eos_token_id
+    assert ends is not None
+    before, behind = (tokenizer.encode(part, add_special_tokens=False) for part in _TEMPLATE)
+    author = Author(model, _QUESTION + length + len(before) + len(behind) + 2, seed)
+    questions = author.write([before] * count, [1.0] * count, _QUESTION)
+    prompts = [[*before, *(token for token in question if token != ends), *behind] for question in questions]
+    answers = author.write(
+        prompts, [0.7 if number % 4 == 3 and number > count // HELD_OUT else 0.0 for number in range(count)], length
+    )
+    author.close()
+    return [
+        Text([*prompt, *(token for token in answer if token != ends), ends], len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 class Teacher:
@@ -74,14 +128,14 @@ class Teacher:
         count = model.num_layers
         self._taps = (2, count // 2, count - 3)
 
-    def read(self, text: list[int]) -> Lesson:
-        tokens = torch.tensor(text)
-        batch = build_prompt_batch(len(text), len(text), BLOCK, torch.device("cpu"))
+    def read(self, text: Text) -> Lesson:
+        tokens, length = torch.tensor(text.tokens), len(text.tokens)
+        batch = build_prompt_batch(length, length, BLOCK, torch.device("cpu"))
         batch.token_ids.copy_(tokens)
         with torch.inference_mode():
             logits, features = self._model.forward_tapped(batch, self._cache, self._taps)
             shares, likeliest = logits.softmax(-1).topk(_LIKELIEST)
-        return Lesson(tokens, features.clone(), likeliest.clone(), shares.clone())
+        return Lesson(tokens, features.clone(), likeliest.clone(), shares.clone(), text.first)
 
 
 def build_head(vocabulary: torch.Tensor) -> LearningHead:
@@ -129,7 +183,8 @@ def train(
         share = spent / seconds
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 20) * max(0.05, 1.0 - share)
-        loss, right = head.unroll(order.choice(lessons), depths)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, right = head.unroll(order.choice(lessons), depths)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
@@ -163,19 +218,20 @@ def main() -> int:
     model = load_model(find_model(), device=torch.device("cpu"), dtype=torch.bfloat16, max_threads=options.threads)
     assert isinstance(model, DecoderLM)
     if options.texts is not None and options.texts.exists():
-        texts: list[list[int]] = json.loads(options.texts.read_text())
+        texts = [Text(**each) for each in json.loads(options.texts.read_text())]
     else:
         began = time.monotonic()
-        start = load_tokenizer(find_model()).encode(START, add_special_tokens=False)
-        texts = write_texts(model, start, options.count, options.length, options.seed)
-        speed = options.count * options.length / (time.monotonic() - began)
-        print(f"{len(texts)} texts, {speed:.0f} tokens per second", flush=True)
+        texts = write_texts(model, load_tokenizer(find_model()), options.count, options.length, options.seed)
+        tokens, seconds = sum(len(text.tokens) - text.first for text in texts), time.monotonic() - began
+        print(f"{len(texts)} texts, {tokens} tokens of answers, {tokens / seconds:.0f} per second", flush=True)
         if options.texts is not None:
-            options.texts.write_text(json.dumps(texts))
-    teacher = Teacher(model, max(map(len, texts)))
+            options.texts.write_text(json.dumps([asdict(text) for text in texts]))
+    teacher = Teacher(model, max(len(text.tokens) for text in texts))
     lessons = [teacher.read(text) for text in texts]
-    held_out = max(1, len(lessons) // 20)
-    head = build_head(choose_vocabulary(texts[held_out:], options.vocabulary, model.vocab_size))
+    held_out = max(1, len(lessons) // HELD_OUT)
+    head = build_head(
+        choose_vocabulary([text.tokens for text in texts[held_out:]], options.vocabulary, model.vocab_size)
+    )
     print(f"before: right {measure(head, lessons[:held_out], options.depths)}", flush=True)
     for line in train(head, lessons[held_out:], 60 * options.minutes, options.depths, options.rate):
         print(line, flush=True)

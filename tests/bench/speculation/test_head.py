@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_it_learns(head: LearningHead) -> None:
     after, _ = head.unroll(lesson, DEPTHS)
     assert after < 0.7 * before
     assert len(measure(head, [lesson], DEPTHS)) == DEPTHS
+
+
+def test_only_answers_count(head: LearningHead) -> None:
+    lesson = draw_lesson()
+    known = torch.full((LENGTH,), int(head.vocabulary[0]))
+    with torch.no_grad():
+        guessed = [head.vocabulary[logits.argmax(-1)] for logits in head.guess(lesson, DEPTHS)]
+        for first in (1, 4, LENGTH - 1):
+            likeliest = lesson.likeliest.clone()
+            likeliest[:, 0] = known
+            one = dataclasses.replace(lesson, likeliest=likeliest, first=first)
+            _, right = head.unroll(one, DEPTHS)
+            for depth in range(DEPTHS):
+                places = range(max(first, 1 + depth), LENGTH)
+                wanted = [float(guessed[depth][place - 1 - depth] == known[0]) for place in places]
+                assert right[depth] == pytest.approx(sum(wanted) / len(wanted))
 
 
 def test_vocabularies_have_the_most_frequent_tokens() -> None:
