@@ -65,7 +65,6 @@ async def ask_once(url: str) -> LoadOutcome:
         return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 20)
 
 
-@pytest.mark.timeout(300)
 def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tuple[Any, Any]) -> None:
     assert [pod["metadata"]["name"] for pod in workers(staged)] == [f"{MODEL}-decode-0", f"{MODEL}-decode-1"]
     assert_greedy(staged, MODEL, oracle)
