@@ -152,7 +152,6 @@ def test_pod_templates_are_kept_from_privileges(fleet: Fleet) -> None:
         assert f"spec.{role}.podTemplate.spec.serviceAccountName must be {account}" in str(refused)
 
 
-@pytest.mark.timeout(200)
 def test_a_model_from_before_the_policy_can_be_annotated_and_deleted(fleet: Fleet) -> None:
     """The binding is taken away for a moment: what is admitted then stays changeable but for its spec."""
     path = f"{ADMISSION}/validatingadmissionpolicybindings/tandem-tandem-system-pod-templates"
@@ -186,7 +185,6 @@ def test_the_operator_may_not_write_roles(fleet: Fleet) -> None:
     assert not may("bind", "clusterroles", "cluster-admin")
 
 
-@pytest.mark.timeout(300)
 def test_gateways_get_their_rights_by_a_binding_and_those_of_earlier_releases_go(fleet: Fleet) -> None:
     live = fleet.apply(model())
     (binding,) = until("the gateway to be bound", lambda: fleet.find("rolebindings", "tandem.dev/model=m"), within=60)
@@ -217,7 +215,6 @@ def test_gateways_get_their_rights_by_a_binding_and_those_of_earlier_releases_go
     assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "pods")
 
 
-@pytest.mark.timeout(200)
 def test_the_service_changes_its_type_in_place(fleet: Fleet) -> None:
     fleet.apply(model(gateway={"service": {"type": "NodePort", "annotations": {"example.com/a": "b"}}}))
 
@@ -274,7 +271,6 @@ def test_a_store_of_responses_is_admitted(fleet: Fleet, memory: str | None) -> N
     assert create(fleet, model(gateway={"responseStore": {"maxBytes": "64Mi"}} | limits)) is None
 
 
-@pytest.mark.timeout(200)
 def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fleet) -> None:
     groups = fleet.kubernetes.request("GET", "/apis")["groups"]
     if any(group["name"] == "gateway.networking.k8s.io" for group in groups):

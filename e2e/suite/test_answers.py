@@ -183,7 +183,6 @@ def test_cached_prefixes_give_the_same_tokens(api: openai.OpenAI, oracle: tuple[
     assert_same(got, oracle, prompt)
 
 
-@pytest.mark.timeout(300)
 def test_bfloat16(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """What users get without saying anything; by the CPU kernels where the CPU is one for them."""
     import torch

@@ -144,7 +144,6 @@ def test_a_canary_that_cannot_start_goes_back_by_itself(
     assert rollout(fleet)["revision"] == 1
 
 
-@pytest.mark.timeout(300)
 def test_a_model_that_is_not_there_is_told_before_anything_is_tried(untouched: Fleet) -> None:
     fleet = untouched
     fleet.wait_ready(MODEL)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import pytest
-
 from e2e.suite.fleet import Fleet, Say, smollm2, until
 
 PRIVATE = "hf://tandem-e2e/private-smollm2"  # the mirror asks for a token
@@ -22,7 +20,6 @@ def cause(fleet: Fleet, model: str, *fragments: str) -> dict[str, Any] | None:
     return None
 
 
-@pytest.mark.timeout(400)
 def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     """One object through two mistakes to a running model, never deleted."""
     manifest = smollm2("mistaken", prefill=None)
@@ -44,7 +41,6 @@ def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     assert fleet.condition("mistaken", "Stalled") is None
 
 
-@pytest.mark.timeout(300)
 def test_missing_secret_then_wrong_token(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("secretive", prefill=None)
     manifest["spec"]["model"] |= {"uri": PRIVATE, "secretRef": {"name": "hub-token"}}

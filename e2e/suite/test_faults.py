@@ -36,7 +36,6 @@ def pair(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
     kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     outcomes: list[LoadOutcome] = []
@@ -76,7 +75,6 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     pair.wait_blocks_free("pair", within=5)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["killed", "deleted"])
 def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> None:
     """Half of the streams lose their worker: each goes on at the other one, and says what it said without that."""

@@ -44,7 +44,6 @@ def states() -> dict[str, tuple[Object, str, str]]:
     }  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 def test_kstatus_argo_cd_and_kubectl_agree_in_every_state(fleet: Fleet, main: Fleet, say: Say) -> None:
     wanted: dict[str, tuple[str, str]] = {"main": ("Current", "Healthy")}
     fresh = smollm2("fresh", prefill=None)

@@ -83,7 +83,6 @@ def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> Non
     assert {answer.headers["x-tandem-decode-worker"] for answer in raw} == {f"{MODEL}-decode-0"}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged: Fleet, oracle: tuple[Any, Any], node: int
@@ -105,7 +104,6 @@ def restart_count(fleet: Fleet, pod: str) -> int:
     return fleet.get("pods", pod)["status"]["containerStatuses"][0]["restartCount"]
 
 
-@pytest.mark.timeout(400)
 def test_scaling_adds_and_removes_whole_groups(staged: Fleet) -> None:
     staged.wait_ready(MODEL)
     first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in workers(staged)}
@@ -140,7 +138,6 @@ def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, or
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.patch(MODEL, {"suspend": True})
     until("every pod to be gone", lambda: not staged.pods(MODEL), within=60)
@@ -150,7 +147,6 @@ def test_suspend_and_resume_a_group(staged: Fleet) -> None:
         until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
 
 
-@pytest.mark.timeout(400)
 def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """Blocks of three tensor ranks in one pod are cut anew for two stages in two pods."""
     manifest = smollm2("resliced", kv=SPACE)

@@ -145,7 +145,6 @@ def test_every_kind_of_pod_has_a_policy(main: Fleet) -> None:
         assert {pod["metadata"]["labels"]["tandem.dev/model"] for pod in selected} == {"main"}
 
 
-@pytest.mark.timeout(180)
 def test_the_inference_port_wants_the_token(main: Fleet) -> None:
     """Asked from the gateway's pod, which every policy lets through: what is left is the token."""
     source = (gateway_of(main, "main"), "gateway")

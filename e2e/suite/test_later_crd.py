@@ -56,7 +56,6 @@ def ask(url: str) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(400)
 def test_what_a_later_release_added_is_told_and_stops_nothing(
     fleet: Fleet, later: Callable[[], None], kubernetes: Kubernetes, say: Say
 ) -> None:

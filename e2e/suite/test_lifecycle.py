@@ -99,7 +99,6 @@ def test_a_field_that_goes_from_the_spec_goes_from_what_was_created(fleet: Fleet
     assert own == ["Apply"]
 
 
-@pytest.mark.timeout(400)
 def test_models_side_by_side_then_deleted(fleet: Fleet, tandem: Any, kubernetes: Kubernetes) -> None:
     """Two in one namespace, one of the same name in another; apply, delete, apply."""
     other = make_namespace(tandem, kubernetes, fleet.namespace + "-b")
@@ -143,7 +142,6 @@ def reason_of(fleet: Fleet, model: str, kind: str) -> str | None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(300)
 def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
     """The serving pods live through everything that is done to the operator."""
 

@@ -36,7 +36,6 @@ def told(fleet: Fleet) -> Object | None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(400)
 def test_a_lost_node_is_named_and_comes_back(main: Fleet, say: Say) -> None:
     fleet, backend = main, main.cluster.backend
     if not isinstance(backend, BinariesBackend):

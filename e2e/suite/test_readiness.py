@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import openai
-import pytest
 
 from e2e.suite.fleet import Fleet, Object, Say, is_ready, smollm2, until
 from e2e.suite.load import stream_once
@@ -50,7 +49,6 @@ def test_workers_are_ready_once_a_gateway_has_admitted_them(main: Fleet, say: Sa
     assert raw.headers["x-tandem-prefill-worker"] == "main-prefill-0"
 
 
-@pytest.mark.timeout(300)
 def test_without_a_gateway_no_worker_waits_for_one(fleet: Fleet) -> None:
     fleet.apply(smollm2("lonely", prefill=None, gateway={"replicas": 0}))
     fleet.wait_role("lonely", "unified", 1)
@@ -60,7 +58,6 @@ def test_without_a_gateway_no_worker_waits_for_one(fleet: Fleet) -> None:
     fleet.wait_ready("lonely")
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_stands_still_is_named_and_serves_again(fleet: Fleet, say: Say) -> None:
     """Stopped as a whole, as by a paused machine: nobody restarts it, and it goes on where it was."""
     manifest = smollm2("still", prefill=None)
@@ -84,7 +81,6 @@ def test_a_worker_that_stands_still_is_named_and_serves_again(fleet: Fleet, say:
     assert restarts(fleet, "still-decode-0") == before
 
 
-@pytest.mark.timeout(500)
 def test_a_step_that_hangs_is_named_and_mended(fleet: Fleet, say: Say) -> None:
     """One of two ranks stops inside a step: the leader says so and its replica starts anew."""
     manifest = smollm2("hung", prefill=None, kv={"memory": "128Mi"})

@@ -83,7 +83,6 @@ def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say
     assert status["routing"]["servedNames"] == ["new"]
 
 
-@pytest.mark.timeout(400)
 def test_other_time_limits_and_another_time_to_drain_restart_nobody(main: Fleet, request: Any) -> None:
     main.wait_ready("main")
     before = lives(main, "main")

@@ -66,7 +66,6 @@ def roll(fleet: Fleet, engine: dict[str, Any]) -> set[str]:
     raise AssertionError(f"the rollout does not end: {conditions}")
 
 
-@pytest.mark.timeout(400)
 def test_another_time_to_drain_restarts_no_worker(main: Fleet, request: pytest.FixtureRequest) -> None:
     main.wait_ready("main")
     before = workers(main, "main")

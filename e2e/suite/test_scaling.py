@@ -15,7 +15,6 @@ from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
 from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 
-@pytest.mark.timeout(420)
 def test_scaling_under_load(main: Fleet) -> None:
     """32 streams at once, at least 200 requests, decode 1 → 3 → 1 and prefill 1 → 2 → 1 meanwhile."""
     outcomes = []
@@ -195,7 +194,6 @@ def is_missed(fleet: Fleet) -> bool:
     return found is not None and (found["status"], found["reason"]) == ("False", "TTFTMissed")
 
 
-@pytest.mark.timeout(300)
 def test_modes_follow_one_another_and_move_nothing_by_themselves(fleet: Fleet, say: Say) -> None:
     fleet.apply(smollm2(MODEL, decode=2, **targets(LOOSE, LOOSE)))
     fleet.wait_ready(MODEL)

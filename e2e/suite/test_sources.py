@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from e2e.suite.fleet import Fleet, smollm2, until
 
 CLAIM: dict[str, Any] = {
@@ -16,7 +14,6 @@ CLAIM: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(300)
 def test_shared_cache_is_downloaded_once(fleet: Fleet) -> None:
     fleet.apply(CLAIM)
     manifest = smollm2("cached", prefill=None, decode=2)
@@ -32,7 +29,6 @@ def test_shared_cache_is_downloaded_once(fleet: Fleet) -> None:
     assert len(downloads) == 1, f"{len(downloads)} of 2 workers downloaded"
 
 
-@pytest.mark.timeout(400)
 def test_a_claim_is_filled_before_workers_start(fleet: Fleet) -> None:
     """Nobody downloads but the Job, and the worker that comes after it finds its weights prepared."""
     fleet.apply(CLAIM)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from e2e.suite.fleet import Fleet, Say, smollm2, until
 from e2e.suite.load import run_load, varied_prompts
 
 MODEL = "mooncake"
 
 
-@pytest.mark.timeout(300)
 def test_blocks_move_by_mooncake_where_it_is_asked_for(fleet: Fleet, say: Say) -> None:
     manifest = smollm2(MODEL)
     manifest["spec"]["kv"] = {"memory": "512Mi", "transport": "Mooncake"}
