@@ -204,9 +204,9 @@ def measure(head: LearningHead, lessons: Sequence[Lesson], depths: int) -> list[
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation.train", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=240.0, help="of training, besides the writing of texts")
-    parser.add_argument("--count", type=int, default=800, help="texts")
-    parser.add_argument("--length", type=int, default=400, help="tokens of each")
+    parser.add_argument("--minutes", type=float, default=50.0, help="of training, besides the writing of texts")
+    parser.add_argument("--count", type=int, default=1600, help="texts")
+    parser.add_argument("--length", type=int, default=300, help="tokens of each")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="where texts are kept; what is there is used")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--depths", type=int, default=3)
