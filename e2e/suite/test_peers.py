@@ -3,6 +3,7 @@ that gets nothing of whom it asks is told of."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 from tandem_api import names
@@ -53,16 +54,19 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     tiers = {tier["tier"]: tier for tier in fleet.telemetry(puller)["kvTiers"]}
     assert tiers["peer"]["tokensPerSecond"] > 0
 
-    nobody = f"{host_of(puller)}:{NOBODY}"
+    numbers, nobody = itertools.count(1), f"{host_of(puller)}:{NOBODY}"
 
     def is_told(status: str, reason: str) -> str:
+        """Once the holder has asked somebody again who is not there; what the condition says."""
+        if status == "False":
+            short = f"{next(numbers)} {PROMPT[: len(PROMPT) // 4]}"  # a busy machine computes the whole in ten seconds
+            assert ask(holder, short, **{names.HEADER_KV_SOURCE: nobody})[1] < 16
         told = fleet.condition(MODEL, "KVTiersReady")
         assert told is not None
         assert (told["status"], told["reason"]) == (status, reason), told
         return told["message"]
 
     until("both give each other blocks", lambda: is_told("True", "PeersInUse"), within=15)
-    assert ask(holder, f"1 {PROMPT}", **{names.HEADER_KV_SOURCE: nobody})[1] < 16
-    message = until("that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=15)
+    message = until("that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=60, every=1.0)
     say(message)
     assert f"{holder}: {nobody}: " in message

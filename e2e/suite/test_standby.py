@@ -96,7 +96,7 @@ def test_they_stay_are_replaced_and_wake(space: Space, plane: ControlPlane) -> N
     space.nodes.ask(space.namespace)
     until("it to be woken without an operator", lambda: len(space.ready) == 0 and is_up(space), within=30)
     plane.start_operator()
-    until("the operator to follow", lambda: serves(space), within=60)
+    until("the operator to follow", lambda: asked(space) and serves(space), within=150)
     assert {name: pods(space)[name] for name in resting} == resting, "those on standby are the ones that serve"
     assert "asleepSince" not in space.model["status"]["scaling"]
     space.patch("m", idle_after("10s"))
@@ -107,6 +107,12 @@ def test_they_stay_are_replaced_and_wake(space: Space, plane: ControlPlane) -> N
 
 def idle_after(time: str) -> Object:
     return {"autoscaling": {"scaleToZero": {"idleAfter": time}}}
+
+
+def asked(space: Space) -> bool:
+    """One more request, as clients send them."""
+    space.nodes.ask(space.namespace)
+    return True
 
 
 def is_up(space: Space) -> bool:
