@@ -27,6 +27,7 @@ from tandem_worker.engine.schedule.params import GenerationRequest, SamplingPara
 from tandem_worker.model.assembly.decoder import DecoderLM
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model, open_checkpoint
+from tandem_worker.model.tokenization.template import render_chat
 from tandem_worker.model.tokenization.tokenizer import Tokenizer
 from tandem_worker.model.tokenizer import load_tokenizer
 
@@ -34,15 +35,11 @@ from bench.speculation.head import HeadShape, LearningHead, Lesson
 from e2e.model import find_model
 
 BLOCK = 16
-_TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n",
-    "<|im_end|>\n<|im_start|>assistant\n",
-)
-"""What SmolLM2's template writes before and behind a question."""
 HELD_OUT = 20
 """One text of so many is kept for what comes out: the first ones, which are greedy."""
 _WAITING = 256
+"""Requests that an engine has at most: its queue is bounded."""
+_PLACE = "QUESTION"
 _QUESTION = 60
 """Tokens of a question at the most."""
 _LIKELIEST = 64
@@ -81,7 +78,7 @@ class Author:
         self._texts = {f"{number}": [] for number in range(len(prompts))}
         under_way = 0
         for number, (prompt, heat) in enumerate(zip(prompts, heats, strict=True)):
-            if under_way == _WAITING:  # an engine's queue is bounded
+            if under_way == _WAITING:
                 self._done.get()
                 under_way -= 1
             sampling = SamplingParams(max_tokens=most, temperature=heat, seed=self._seed + number)
@@ -104,12 +101,15 @@ def write_texts(model: DecoderLM, tokenizer: Tokenizer, count: int, length: int,
     """Chats in the model's template. Answers have up to `length` tokens; each fourth is drawn at temperature .7."""
     ends = tokenizer.eos_token_id
     assert ends is not None
-    before, behind = (tokenizer.encode(part, add_special_tokens=False) for part in _TEMPLATE)
+    assert isinstance(tokenizer.chat_template, str)
+    chat = [{"role": "user", "content": _PLACE}]
+    rendered = render_chat(tokenizer.chat_template, chat, add_generation_prompt=True)
+    before, behind = (tokenizer.encode(part, add_special_tokens=False) for part in rendered.split(_PLACE))
     author = Author(model, _QUESTION + length + len(before) + len(behind) + 2, seed)
     questions = author.write([before] * count, [1.0] * count, _QUESTION)
     prompts = [[*before, *(token for token in question if token != ends), *behind] for question in questions]
     answers = author.write(
-        prompts, [0.7 if number % 4 == 3 and number > count // HELD_OUT else 0.0 for number in range(count)], length
+        prompts, [0.7 if number % 4 == 3 and number >= count // HELD_OUT else 0.0 for number in range(count)], length
     )
     author.close()
     return [

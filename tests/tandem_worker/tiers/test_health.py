@@ -162,6 +162,13 @@ def test_a_disk_whose_blocks_cannot_be_written_is_told_until_one_was(
     rig.close()
 
 
+def ask_all(rig: DiskRig) -> None:
+    """Every prompt is answered as without a disk, which is in use again after each."""
+    for number, prompt in enumerate(PROMPTS):
+        assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
+        wait_until(lambda: rig.tier.stats().reason is None)
+
+
 @pytest.mark.parametrize("slot", [0, 2])
 def test_a_disk_whose_blocks_cannot_be_read_gives_up_the_spot_and_is_told_as_well_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks, slot: int
@@ -181,9 +188,7 @@ def test_a_disk_whose_blocks_cannot_be_read_gives_up_the_spot_and_is_told_as_wel
         return real(store, place, count, rows)
 
     monkeypatch.setattr(SegmentStore, "read", read)
-    for number, prompt in enumerate(PROMPTS):
-        assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
-        wait_until(lambda: rig.tier.stats().reason is None)
+    ask_all(rig)
     assert (looks.told_off, looks.wait_told(well + 1)) == (1, well + 1)
     assert len(segments(tmp_path)) >= before - 1
     assert bad not in {place.segment for place in rig.tier._store._places.values()}
@@ -209,9 +214,7 @@ def test_a_spot_that_hangs_whenever_it_is_read_is_given_up(
         return real(store, place, count, rows)
 
     monkeypatch.setattr(SegmentStore, "read", read)
-    for number, prompt in enumerate(PROMPTS):
-        assert rig.run(f"a{number}", prompt) == greedy_answer(prompt, 8)
-        wait_until(lambda: rig.tier.stats().reason is None)
+    ask_all(rig)
     assert (looks.told_off, looks.wait_told(well + 1)) == (1, well + 1)
     assert bad not in {place.segment for place in rig.tier._store._places.values()}
     rig.close()
@@ -319,7 +322,7 @@ def test_a_disk_that_looks_fast_and_is_not_is_told_as_slow_all_the_time(
 
 
 def test_what_cannot_be_saved_keeps_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: Looks) -> None:
-    """It is saved once a minute: looks that did without would find all well in between."""
+    """It is saved now and then: looks that did without would find all well in between."""
     rig, real, broken = DiskRig(tmp_path), os.rename, [True]
     well = looks.wait_told(1)
 
