@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.tandem_worker.kernels.quantizing import quantize_fp8, quantize_int4, quantize_mxfp4
+from tests.tandem_worker.model.backends.onednn import needs_onednn
 
 COMMON = {
     "vocab_size": 41,
@@ -217,7 +218,7 @@ def test_many_rows_take_the_other_products(
     assert logits_error(logits[1], logits[0]) < LIMIT
 
 
-@pytest.mark.skipif(native.find_obstacle() is not None, reason=str(native.find_obstacle()))
+@needs_onednn
 def test_packed_by_onednn_the_kernels_compute_the_same(
     save_random_model: Any, paged_sequences: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,11 @@ from tandem_worker.host import philox
 from tandem_worker.host.philox import DrawKey
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.native.library import draw_words
+from tandem_worker.model.backends.native.packing import lay_out
 from tandem_worker.model.backends.visibility import visible_mask
 from torch.nn import functional
+
+from tests.tandem_worker.model.backends.onednn import lays_out_the_same, may_choose
 
 BFLOAT16 = 2.0**-8
 """Relative error of one rounding."""
@@ -28,6 +31,7 @@ def test_kernels_serve_where_the_cpu_can() -> None:
     """A gate on such a machine must not skip what follows."""
     if torch.cpu.get_capabilities().get("avx512_bf16"):
         assert native.find_obstacle() is None
+        assert not may_choose or lays_out_the_same()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,10 +58,9 @@ def reorder(weight: torch.Tensor, rows: int = 64) -> torch.Tensor:
 
 
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    packed = reorder(weight)
-    address = native.packed_address(packed, weight)
-    assert address is not None
-    return packed, address
+    packed = lay_out(weight)
+    assert packed is not None
+    return packed, packed.data_ptr()
 
 
 @needs_kernels

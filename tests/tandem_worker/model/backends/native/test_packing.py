@@ -19,6 +19,8 @@ if (obstacle := native.find_obstacle()) is not None:
 
 from tandem_worker.model.backends.native.packing import NativePacker, block_of, lay_out, packed_elements
 
+from tests.tandem_worker.model.backends.onednn import needs_onednn
+
 _NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 KINDS = [GGMLQuantizationType[name] for name in _NAMES]
 PLAIN = KINDS[:3]
@@ -145,14 +147,11 @@ def test_a_matrix_in_memory() -> None:
     assert lay_out(torch.zeros(0, 4, dtype=torch.bfloat16)) is None
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN may not use AVX-512 and has no layout of bfloat16"
-)
+@needs_onednn
 def test_onednn_lays_out_the_same() -> None:
     """So a weight that is packed here and one that is packed there give the same sums."""
     weight = torch.randn(200, 96).bfloat16()
     theirs = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-    assert native.packed_address(theirs, weight) is not None
     x, own = torch.randn(7, 96).bfloat16(), lay_out(weight)
     address = native.packed_address(theirs, weight)
     assert own is not None
