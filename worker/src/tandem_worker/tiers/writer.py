@@ -95,17 +95,21 @@ class BlockWriter:
             offer = self._await_offer()
             if offer is None:
                 return
+            if self._closed or not self._health.on:
+                engine.hand_back(offer)  # it was asked for before that
+                return
             # Of a chain the deepest block is the coldest one: parents are written before their children.
             order = slice(None) if hottest else slice(None, None, -1)
             self._write(engine, offer, order)
 
     def _await_offer(self) -> Offer | None:
-        while not self._closed:
+        """None: nothing is due, or who should answer has ended."""
+        while True:
             try:
                 return self._offers.get(timeout=_ANSWER_SECONDS)
             except queue.Empty:
-                continue
-        return None
+                if self._closed:
+                    return None
 
     def _write(self, engine: TierEngine, offer: Offer, order: slice) -> None:
         began = self._clock()
