@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
-from tandem_worker.model.layers.pre_norm import LayerStack
+from tandem_worker.model.layers.pre_norm import LayerStack, Taps
 from tandem_worker.model.load import load_model
 from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -174,6 +174,28 @@ def test_the_stream_between_any_two_layers_is_there_for_whoever_asks(llama: Twin
             assert torch.equal(llama.stack.forward(between, step, layers, cut), whole)
             assert torch.equal(between, kept)
         assert torch.equal(entered, llama.model._embedding(batch.token_ids))
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (3, 1), (2, 0, 3), ()], ids=str)
+def test_streams_are_taken_out_of_one_call(llama: Twins, places: tuple[int, ...]) -> None:
+    """In the order in which they are asked for, whatever the rows stand between."""
+    run = llama.runs[0]
+    batch = run.batch({run.add(): tokens(9, 1)})
+    layers = run.cache.layers
+    with torch.inference_mode():
+        step = llama.model.begin_step(batch, run.block_size)
+        entered = llama.model._embedding(batch.token_ids)
+        width = entered.shape[1]
+        wanted = [llama.apart.forward(entered, step, layers, end=place) for place in places]
+        for stack in (llama.stack, llama.apart):
+            around = torch.full((len(entered), len(places) * width + 3), -7.0, dtype=entered.dtype)
+            taken = Taps(places, around[:, : len(places) * width])
+            assert torch.equal(
+                stack.forward(entered, step, layers, taps=taken), llama.stack.forward(entered, step, layers)
+            )
+            for place, stream in enumerate(wanted):
+                assert torch.equal(taken.features[:, place * width : (place + 1) * width], stream)
+            assert bool((around[:, -3:] == -7.0).all())
 
 
 def test_whoever_listens_is_told_of_each_layer_and_may_end_the_step(llama: Twins) -> None:

@@ -17,7 +17,7 @@ from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.model.layers.norm import RMSNorm
-from tandem_worker.model.layers.pre_norm import AttentionPart, DecoderLayer, MLPPart, PreNormLayer
+from tandem_worker.model.layers.pre_norm import AttentionPart, DecoderLayer, MLPPart, PreNormLayer, Taps
 from tandem_worker.model.layers.rotary import RotaryEmbedding
 from tandem_worker.model.layers.step import Step
 
@@ -157,16 +157,11 @@ class DecoderLM:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out of this stage's layers, and the streams before `taps`, side by side."""
         step = self.begin_step(batch, kv_cache.spec.block_size)
-        width, places = self.hidden_size, {layer: place for place, layer in enumerate(taps)}
-        features = torch.empty(hidden.shape[0], len(taps) * width, dtype=self.dtype, device=self.device)
-        for index, (layer, kv_layer) in enumerate(zip(self._stack.layers, kv_cache.layers, strict=True)):
-            if index in places:
-                features[:, places[index] * width : (places[index] + 1) * width] = hidden
-            hidden = layer.forward(hidden, step, kv_layer)
-        end = len(self._stack.layers)
-        if end in places:
-            features[:, places[end] * width : (places[end] + 1) * width] = hidden
-        return hidden, features
+        if batch.on_compute is not None:
+            batch.on_compute()
+        shape = hidden.shape[0], len(taps) * self.hidden_size
+        features = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._stack.forward(hidden, step, kv_cache.layers, taps=Taps(taps, features)), features
 
     @property
     def embeds(self) -> bool:

@@ -26,8 +26,6 @@ class DraftedLM:
 
     has_head = True
     """On some rank of the group, if not on this one."""
-    is_one_call = False
-    """Streams are taken out between the layers."""
 
     def __init__(
         self,
@@ -48,6 +46,7 @@ class DraftedLM:
         self.embedding = model.embedding
         self.inexact = model.inexact
         self.exact_rows = model.exact_rows
+        self.is_one_call = model.is_one_call
         self.vocabulary = torch.arange(model.vocab_size) if vocabulary is None else vocabulary
         self.num_kv_heads = num_kv_heads
         self.head = head

@@ -4,7 +4,7 @@ and the stack of such layers that a model is."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -65,6 +65,21 @@ class PreNormLayer:
         return self.mlp.forward(self.mlp_norm(hidden), hidden, step)
 
 
+class Taps(NamedTuple):
+    """Where the streams between some layers go, side by side."""
+
+    layers: Sequence[int]
+    """Those before which a stream is taken; the number of layers: behind the last one."""
+    features: torch.Tensor
+    """`[T, taps * hidden]`, in the order of `layers`."""
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """The stream `[T, hidden]` before a layer, which may be none of them."""
+        if layer in self.layers:
+            place = self.layers.index(layer) * hidden.shape[1]
+            self.features[:, place : place + hidden.shape[1]] = hidden
+
+
 class LayerStack:
     """Layers that are computed one by one. Backends may compute several in one call, with the same bits."""
 
@@ -81,11 +96,17 @@ class LayerStack:
         kv_layers: Sequence[torch.Tensor],
         first: int = 0,
         end: int | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """`[T, hidden]` through the layers from `first` on, up to `end`, by default all; `hidden` stays as it is.
 
-        `kv_layers` are those of all layers of the stack. Whoever wants the stream between two layers calls twice.
+        `kv_layers` are those of all layers of the stack. `taps` get the streams between these layers that they want.
         """
-        for index in range(first, len(self.layers) if end is None else end):
+        end = len(self.layers) if end is None else end
+        for index in range(first, end):
+            if taps is not None:
+                taps.take(index, hidden)
             hidden = self.layers[index].forward(hidden, step, kv_layers[index])
+        if taps is not None and end == len(self.layers):
+            taps.take(end, hidden)
         return hidden

@@ -53,7 +53,9 @@ struct SharedStep {
     const std::int32_t* context_lens;  // [num_sequences]
     bf16 *normed;                      // working memory, [rows, hidden]
     bf16 *wide;                        // [rows, the widest of heads with attended, and of the MLP]
-    Index rows, num_sequences, table_width, block_size;
+    const Index* taps;                 // [count], where the stream before each layer goes, or -1; null: nowhere
+    bf16* features;                    // [rows, feature_stride]
+    Index rows, num_sequences, table_width, block_size, feature_stride;
 };
 
 namespace {
@@ -86,6 +88,12 @@ void attend(const Layer& layer, const SharedStep& step, const bf16* heads, bf16*
     tandem_attention(&attention);
 }
 
+// The stream before a layer is wanted.
+void tap(const SharedStep& step, const bf16* hidden, Index width, Index place) {
+    for (Index row = 0; row < step.rows; ++row)
+        std::copy_n(hidden + row * width, width, step.features + row * step.feature_stride + place * width);
+}
+
 // Says that a layer's keys and values are written; whether the step ends there.
 using Written = int (*)(Index layer);
 
@@ -116,6 +124,8 @@ using namespace tandem;
 // its own of `kv_layers` [blocks, 2, num_kv_heads, block_size, width], which `written` is told if it is not null.
 TANDEM_EXPORT void tandem_layers(const Layer* layers, Index count, const SharedStep* step, const bf16* from, bf16* to,
                                  bf16* const* kv_layers, Written written) {
-    for (Index i = 0; i < count; ++i, from = to)
+    for (Index i = 0; i < count; ++i, from = to) {
+        if (step->taps && step->taps[i] >= 0) tap(*step, from, layers[i].qkv.inner, step->taps[i]);
         if (!run_layer(layers[i], *step, from, to, kv_layers[i], i, written)) return;
+    }
 }

@@ -26,7 +26,7 @@ from tandem_worker.model.backends.native.layers import (
 )
 from tandem_worker.model.layers.attention import Rotate
 from tandem_worker.model.layers.linear import Linear
-from tandem_worker.model.layers.pre_norm import DecoderLayer, LayerStack, PreNormLayer
+from tandem_worker.model.layers.pre_norm import DecoderLayer, LayerStack, PreNormLayer, Taps
 from tandem_worker.model.layers.step import Step
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class _SharedStep(ctypes.Structure):
 
     _fields_ = (
         *((name, _Address) for name in ("cos", "sin", "slots", "tables", "query_start", "context_lens")),
-        *((name, _Address) for name in ("normed", "wide")),
-        *((name, _Index) for name in ("rows", "num_sequences", "table_width", "block_size")),
+        *((name, _Address) for name in ("normed", "wide", "taps", "features")),
+        *((name, _Index) for name in ("rows", "num_sequences", "table_width", "block_size", "feature_stride")),
     )
 
 
@@ -177,6 +177,7 @@ class NativeStack(LayerStack):
         kv_layers: Sequence[torch.Tensor],
         first: int = 0,
         end: int | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         end = len(self.layers) if end is None else end
         at = first
@@ -184,20 +185,29 @@ class NativeStack(LayerStack):
             start, stop = max(run.first, at), min(run.end, end)
             if start >= stop:
                 continue
-            hidden = super().forward(hidden, step, kv_layers, at, start)
-            hidden = self._together(run, hidden, step, kv_layers, start, stop)
+            hidden = super().forward(hidden, step, kv_layers, at, start, taps)
+            hidden = self._together(run, hidden, step, kv_layers, start, stop, taps)
             at = stop
-        return super().forward(hidden, step, kv_layers, at, end)
+        return super().forward(hidden, step, kv_layers, at, end, taps)
 
     def _together(
-        self, run: _Run, hidden: torch.Tensor, step: Step, kv_layers: Sequence[torch.Tensor], first: int, end: int
+        self,
+        run: _Run,
+        hidden: torch.Tensor,
+        step: Step,
+        kv_layers: Sequence[torch.Tensor],
+        first: int,
+        end: int,
+        taps: Taps | None,
     ) -> torch.Tensor:
+        """The stream before the layer `end` is not taken here."""
         batch, rotation = step.batch, step.rotation
         rows, width = hidden.shape
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         places = (_Address * (end - first))(*(layer.data_ptr() for layer in kv_layers[first:end]))
         working = hidden.new_empty(rows * (width + run.wide))
+        tapped = None if taps is None else _place_taps(taps, first, end)
         shared = _SharedStep(
             cos=rotation.cos.data_ptr(),
             sin=rotation.sin.data_ptr(),
@@ -207,10 +217,13 @@ class NativeStack(LayerStack):
             context_lens=batch.context_lens.data_ptr(),
             normed=working.data_ptr(),
             wide=working.data_ptr() + rows * width * working.itemsize,
+            taps=None if tapped is None else ctypes.addressof(tapped),
+            features=None if taps is None else taps.features.data_ptr(),
             rows=rows,
             num_sequences=batch.query_start.shape[0] - 1,
             table_width=batch.block_tables.stride(0),
             block_size=step.block_size,
+            feature_stride=0 if taps is None else taps.features.stride(0),
         )
         errors: list[BaseException] = []
         for layer in range(first, end):
@@ -227,6 +240,13 @@ class NativeStack(LayerStack):
         if errors:
             raise errors.pop()
         return out
+
+
+def _place_taps(taps: Taps, first: int, end: int) -> ctypes.Array[_Index]:
+    """For each layer from `first` to `end` the place of the stream before it among the features; -1: it has none."""
+    return (_Index * (end - first))(
+        *(taps.layers.index(layer) if layer in taps.layers else -1 for layer in range(first, end))
+    )
 
 
 def _tell_of_layers(step: Step, first: int, errors: list[BaseException]) -> Any:
