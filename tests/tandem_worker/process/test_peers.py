@@ -82,10 +82,8 @@ def test_a_decode_worker_brings_what_is_nearly_all_and_a_prefill_worker_what_is_
         before = (read_from_peers(fleet.decode), read_from_peers(fleet.prefill))
         tokens, cached = ask(fleet.decode, prompt, prefill=fleet.prefill.kv, source=f"{fleet.one.kv};tokens=400")
         assert tokens == answer
-        if cached != 384:
-            return False
-        assert (read_from_peers(fleet.decode), read_from_peers(fleet.prefill)) == (before[0] + 384, before[1])
-        return True
+        brought = read_from_peers(fleet.decode), read_from_peers(fleet.prefill)
+        return (cached, brought) == (384, (before[0] + 384, before[1]))
 
     def a_third(seed: int) -> bool:
         longer = prompt_of(200, seed + 3) + prompt_of(400, seed + 4)

@@ -27,11 +27,14 @@ def finish(fleet: Starters, number: int) -> Ready:
 
 
 def test_four_starters_ask_the_hub_for_little_more_than_one_model(fleet: Starters) -> None:
+    """Of its four chunks one or two may be asked for twice, on a machine that is busy: whoever asks has not heard yet of
+    whoever does. Each starter by itself would ask for four models. `bench.start.swarm` measures what many chunks cost.
+    """
     for number in range(4):
         fleet.start(number, held=True)
     fleet.release([0, 1, 2, 3])
     got = [finish(fleet, number).received for number in range(4)]
-    assert fleet.hub.sent <= 1.2 * MODEL_BYTES
+    assert fleet.hub.sent < 1.6 * MODEL_BYTES
     assert all(received["peer"] > 0 for received in got)
 
 
