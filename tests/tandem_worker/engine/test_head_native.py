@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tandem_api.launch import ModelSource, SpeculativeConfig
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.model.backends import native
 from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.load import load_model
 from transformers import AutoModelForCausalLM
@@ -96,6 +98,51 @@ def test_preemption_changes_nothing(make_rig: MakeRig, load: Load, host_blocks: 
     assert drop_cached(run_all(tight, requests)) == drop_cached(expected)
     assert tight.engine.stats().preemptions_total > 0
     same(seen, seen_tight)
+
+
+def ask_seldom(rig: Rig, every: int) -> None:
+    """The head is asked in each of so many steps alone."""
+    (lane,) = rig.engine._runner.lanes
+    assert lane.speculator is not None
+    guesser: Any = lane.speculator._guesser
+    propose, turns = guesser.propose, itertools.count(1)
+    guesser.propose = lambda *asked: {} if next(turns) % every else propose(*asked)
+
+
+def watch_releases(rig: Rig) -> None:
+    """Nothing is to be written to blocks any more when they are let go of."""
+    model, blocks = rig.model, rig.engine._scheduler.blocks
+    assert isinstance(model, DraftedLM)
+    release = blocks.release
+
+    def releasing(ids: Any, names: Any, now: float) -> None:
+        assert not {slot // BLOCK_SIZE for slot in model._waiting.slots}.intersection(ids)
+        release(ids, names, now)
+
+    blocks.release = releasing
+
+
+@pytest.mark.parametrize("every", [2, 7, 40])
+def test_one_that_is_asked_seldom_guesses_the_same(make_rig: MakeRig, load: Load, every: int) -> None:
+    """What it keeps of tokens is written late, and never into blocks that are others' by then."""
+    requests = {
+        name: (prompt, options | {"max_tokens": 60, "ignore_eos": True})
+        for name, (prompt, options) in draw_requests(10, 4, 60).items()
+        if not options.keys() & {"prompt_logprobs", "grammar"}
+    }
+    often, seldom = (make_rig(load(), num_blocks=count, speculative=EAGER) for count in (20_000, 150))
+    seen = watch(often)
+    expected = drop_cached(run_all(often, requests))
+    ask_seldom(seldom, every)
+    watch_releases(seldom)
+    seen_seldom = watch(seldom)
+    for round in range(3):  # later ones find blocks of the answers before them
+        run_all(seldom, {f"{round}/{name}": request for name, request in requests.items()})
+    told = drop_cached({key: tell(deltas) for key, deltas in seldom.out.deltas.items()})
+    for (name, choice), one in told.items():
+        assert one == expected[name.partition("/")[2], choice]
+    assert seldom.engine.stats().preemptions_total > 0
+    same(seen, seen_seldom)
 
 
 def same(one: dict[Any, Any], other: dict[Any, Any], share: float = 0.97) -> None:

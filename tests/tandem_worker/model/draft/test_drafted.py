@@ -110,8 +110,11 @@ def test_blocks_are_the_same_however_a_text_was_cut(
         step(model, parts, guessed, at, at + 1 + right + wrong, table, decodes=1)
         with torch.inference_mode():
             for row in range(1 + right):
-                model.keep_states([row], [table[(at + row) // SIZE]], parts)
+                if model.keep([row], SIZE) or data.draw(st.booleans()):
+                    model.settle(parts)
         at += 1 + right
+    with torch.inference_mode():
+        model.settle(parts)
     for mine, theirs in zip(kept(parts, table, length), kept(whole, first, length), strict=True):
         torch.testing.assert_close(mine, theirs, atol=5e-3, rtol=5e-3)
 
@@ -124,6 +127,9 @@ def test_a_step_that_is_repeated_finds_what_was_before(model: DraftedLM) -> None
         step(model, cache, text, 0, 9, [1, 2, 3])
         for _ in range(times):
             step(model, cache, text, 9, 10, [1, 2, 3], decodes=1)
+        with torch.inference_mode():
+            assert not model.keep([0], SIZE)
+            model.settle(cache)
     assert torch.equal(caches[0].layers[-2], caches[1].layers[-2])
     assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
 

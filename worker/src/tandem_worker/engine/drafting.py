@@ -45,17 +45,15 @@ class Drafting:
         """A step was computed and is to be completed: its decodes' newest tokens stay. Guesses do not yet."""
         if plan.decodes:
             count = len(plan.decodes)
-            rows = range(count) if layout.rows is None else layout.rows[:count]
-            self._keep(layout.sequences[:count], list(rows))
+            self._ranks.keep(range(count) if layout.rows is None else layout.rows[:count])
 
     def keep_guesses(self, wave: Wave, right: Rows[Sequence]) -> None:
         """The guesses of these choices in a wave were right, and are to be confirmed."""
-        self._keep(right, [wave[sequence][1] for sequence in right])
+        self._ranks.keep([wave[sequence][1] for sequence in right])
 
-    def _keep(self, sequences: Rows[Sequence], rows: list[int]) -> None:
-        """The token that is computed next stays. Rows of decodes are the same in the step and in its logits."""
-        blocks = [sequence.block_ids[sequence.num_computed // self.block_size] for sequence in sequences]
-        self._ranks.keep(rows, blocks)
+    def settle(self) -> None:
+        """A choice lets go of its blocks."""
+        self._ranks.settle()
 
 
 class GuessedChains:

@@ -124,6 +124,8 @@ class StepRunner:
         scheduler.hooks.tokens_within = self.meter.plan_chunk_tokens
         self.speculator = speculator
         self._drafting = drafting
+        if drafting is not None:
+            scheduler.queues.on_release = drafting.settle
         if speculator is not None:
             scheduler.hooks.guess = self._guess if drafting is None else self._guess_with_head
 

@@ -25,6 +25,7 @@ from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM, KVCache, has_head
 from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.model.draft.late import Decoded
 from tandem_worker.parallel.collectives import Collective
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape
@@ -146,15 +147,15 @@ class RankExecutor(ModelExecutor):
         pieces = split_step(step, count, self.kv_cache.spec.block_size)
         last = len(pieces) - 1  # only then a layer is complete
         logits: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
+        decoded: list[Decoded] = []
         for index, piece in enumerate(pieces):
             told = on_layer if index == last else None
             batch = self._builder.assemble(piece, told, before_layer=self._before_layer)
             logits.append(self._compute(batch))
-            if self._drafted is not None:
-                states.append(self._drafted.states)
-        if last and self._drafted is not None:
-            self._drafted.states = torch.cat(states)
+            if self._drafted is not None and self._drafted.decoded is not None:
+                decoded.append(self._drafted.decoded)
+        if last and decoded and self._drafted is not None:
+            self._drafted.decoded = Decoded.join(decoded)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
@@ -219,7 +220,7 @@ class GroupExecutor(RankExecutor):
         from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import GroupHead
 
-        own = HeadHere(self.model, self.kv_cache)
+        own = HeadHere(self.model, self.kv_cache, late=False)
         return GroupHead(own, self.leader, self._context, self._shape, lane)
 
     def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:

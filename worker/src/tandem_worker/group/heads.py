@@ -56,11 +56,14 @@ class GroupHead:
             assert self._world is not None
             return self._world.receive(torch.empty(len(active), self._num_guessed), self._speaker)
 
-    def keep(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         with self._together():
-            self._tell(HeadCall.KEEP, rows, blocks)
+            self._tell(HeadCall.KEEP, rows)
             if self._own is not None:
-                self._own.keep(rows, blocks)
+                self._own.keep(rows)
+
+    def settle(self) -> None:
+        """Ranks write at once."""
 
     def _tell(self, call: HeadCall, *lists: Sequence[int]) -> None:
         self._leader.send_head_order(self._ranks, encode_head_order(call, *lists))

@@ -132,7 +132,7 @@ class FollowingRank:
         from tandem_worker.engine.execute.heads import HeadHere
         from tandem_worker.group.heads import follow_head
 
-        return follow_head(HeadHere(executor.model, executor.kv_cache), executor.speaks_to)
+        return follow_head(HeadHere(executor.model, executor.kv_cache, late=False), executor.speaks_to)
 
     def _join(self, welcome: dict[str, Any]) -> ParallelContext:
         shape = GroupShape.of(self.order.config.group.parallelism)

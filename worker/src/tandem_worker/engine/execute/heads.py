@@ -28,16 +28,22 @@ class HeadRanks(Protocol):
         """As `Chains.compute`."""
         ...
 
-    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
-        """As `DraftedLM.keep_states`."""
+    def keep(self, rows: Rows[int]) -> None:
+        """These rows of the last step's decodes stay, those of a text in order."""
+        ...
+
+    def settle(self) -> None:
+        """Blocks are let go of: nothing is written to them any more."""
         ...
 
 
 class HeadHere:
     """The share of a head in this process. Satisfies `HeadRanks` for a model of one rank."""
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
-        """`model` was loaded with its head."""
+    def __init__(self, model: CausalLM, kv_cache: KVCache, *, late: bool = True) -> None:
+        """`model` was loaded with its head. `late`: what it keeps of decoded tokens is written together with that of
+        later ones, and `settle` is called; otherwise at once, as on ranks that nobody tells of blocks."""
+        self._late = late
         self._model = as_drafted(model)
         self._kv_cache = kv_cache
         self._chains: Chains | None = None
@@ -62,9 +68,16 @@ class HeadHere:
         assert self._chains is not None, "chains are begun first"
         return self._chains.compute(active, said)
 
-    def keep(self, rows: Rows[int], blocks: Rows[int]) -> None:
+    def keep(self, rows: Rows[int]) -> None:
+        if self._model.head is None:
+            return
+        is_due = self._model.keep(rows, self._kv_cache.spec.block_size)
+        if is_due or not self._late:
+            self._model.settle(self._kv_cache)
+
+    def settle(self) -> None:
         if self._model.head is not None:
-            self._model.keep_states(rows, blocks, self._kv_cache)
+            self._model.settle(self._kv_cache)
 
 
 def as_drafted(model: CausalLM) -> DraftedLM:

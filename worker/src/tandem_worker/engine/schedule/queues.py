@@ -20,6 +20,8 @@ class SequenceQueues:
         self.host = host
         """None: what `blocks` gives up is lost."""
         self._wall = wall
+        self.on_release: Callable[[], None] = lambda: None
+        """Called before a sequence lets go of its blocks, to which nothing may be written afterwards."""
         self.running: list[Sequence] = []
         """In the order of their keys."""
         self.rows: list[Sequence] = []
@@ -141,6 +143,7 @@ class SequenceQueues:
     def release_blocks(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks; they stay cached as far as they have names."""
         if sequence.block_ids:
+            self.on_release()
             self.blocks.release(sequence.block_ids, sequence.chain[: sequence.num_named], self._wall())
         sequence.block_ids = []
         sequence.num_computed = sequence.num_planned = sequence.num_named = 0

@@ -66,7 +66,7 @@ class PreNormLayer:
 
 
 class Taps(NamedTuple):
-    """Where the streams between some layers go, side by side."""
+    """Takes the streams between some layers out, side by side."""
 
     layers: Sequence[int]
     """Those before which a stream is taken; the number of layers: behind the last one."""
