@@ -27,8 +27,8 @@ def finish(fleet: Starters, number: int) -> Ready:
 
 
 def test_four_starters_ask_the_hub_for_little_more_than_one_model(fleet: Starters) -> None:
-    """Of its four chunks one or two may be asked for twice, on a machine that is busy: whoever asks has not heard yet of
-    whoever does. Each starter by itself would ask for four models. `bench.start.swarm` measures what many chunks cost.
+    """One or two of its four chunks may be asked for twice, on a machine that is busy: whoever asks has not heard yet
+    of whoever does. Each by itself would ask for four models. `bench.start.swarm` measures it with many chunks.
     """
     for number in range(4):
         fleet.start(number, held=True)

@@ -47,9 +47,13 @@ class Decoded(NamedTuple):
     @classmethod
     def join(cls, parts: Sequence[Decoded]) -> Decoded:
         """Those of a step that was computed in parts, in order."""
-        streams = torch.cat([part.streams for part in parts])
-        tokens, positions, slots, blocks = ([value for part in parts for value in part[field]] for field in range(1, 5))
-        return cls(streams, tokens, positions, slots, blocks)
+        return cls(
+            torch.cat([part.streams for part in parts]),
+            [token for part in parts for token in part.tokens],
+            [position for part in parts for position in part.positions],
+            [slot for part in parts for slot in part.slots],
+            [block for part in parts for block in part.blocks_before],
+        )
 
 
 class Waiting:

@@ -242,7 +242,7 @@ class NativeStack(LayerStack):
         return out
 
 
-def _place_taps(taps: Taps, first: int, end: int) -> ctypes.Array[_Index]:
+def _place_taps(taps: Taps, first: int, end: int) -> ctypes.Array[ctypes.c_ssize_t]:
     """For each layer from `first` to `end` the place of the stream before it among the features; -1: it has none."""
     return (_Index * (end - first))(
         *(taps.layers.index(layer) if layer in taps.layers else -1 for layer in range(first, end))
