@@ -8,13 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_api.launch import WeightsForm
 from tandem_worker.engine.drafting import Drafting
 from tandem_worker.engine.execute.arena import AllocationCounter
 from tandem_worker.engine.execute.heads import HeadHere
 from tandem_worker.engine.guess.draft import Place
+from tandem_worker.model.backends import native
+from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.native.layers import NativeLinear
 from tandem_worker.model.contract import ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.model.draft.chains import ChainStart
 from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.model.draft.eagle3 import Eagle3Head
+from tandem_worker.model.draft.late import Waiting
 from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.draft.own import add_own_head
 from tandem_worker.model.load import load_model
@@ -86,6 +92,7 @@ def test_blocks_are_the_same_however_a_text_was_cut(
     text = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     spec = model.kv_cache_spec(SIZE)
     whole, parts = (allocate_kv_cache(spec, 40, CPU) for _ in range(2))
+    model._waiting = Waiting()  # an example may have been left before its end
     first = list(range(1, 12))
     step(model, whole, text, 0, length, first)
 
@@ -195,6 +202,29 @@ def test_texts_are_gathered_once_and_into_memory_that_is_kept(model: DraftedLM) 
         sizes.add(model.chain_bytes)
     assert len(sizes) <= 2
     assert model.chain_bytes < 1.3 * text_bytes
+
+
+@pytest.mark.skipif(native.find_obstacle() is not None, reason=str(native.find_obstacle()))
+@pytest.mark.parametrize("kind", ["head", "own embedding"])
+def test_a_head_takes_the_form_of_its_models_matrices_and_guesses_the_same(tmp_path: Path, kind: str) -> None:
+    """In 12 bits a weight or plain, to the last bit."""
+    target = save_target(tmp_path / "target")
+    folder = save_head(tmp_path / "head", HeadSpec(own_embedding=kind != "head"))
+    logits: list[torch.Tensor] = []
+    forms: tuple[WeightsForm, ...] = ("Plain", "Lossless")
+    for form in forms:
+        base = load_model(target, device=CPU, dtype=torch.bfloat16, backend=BackendName.NATIVE, weights=form)
+        model = load_draft(folder, base, target)
+        assert isinstance(model.head, Eagle3Head)
+        matrix = model.head._keys_values
+        assert isinstance(matrix, NativeLinear)
+        assert matrix.is_split == (form == "Lossless")
+        cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 12, CPU)
+        step(model, cache, list(range(20)), 0, 20, [1, 2, 3, 4, 5, 6])
+        with torch.inference_mode():
+            chains = model.begin_chains([ChainStart(7, 20, [1, 2, 3, 4, 5])], 2, cache)
+            logits.append(torch.cat((chains.compute([0], []), chains.compute([0], [3]))))
+    assert torch.equal(*logits)
 
 
 def test_many_texts_of_any_length_have_a_memory_each(model: DraftedLM) -> None:

@@ -76,6 +76,8 @@ class DecoderLM:
         self.max_position_embeddings = config.max_position_embeddings
         self.device = build.loader.device
         self.dtype = build.loader.dtype
+        self.is_lossless = build.loader.is_lossless
+        """Whether its matrices take 12 bits a weight where they can."""
         self.embedding = config.embedding
         self.inexact_layers = build.backend.find_inexact([layer.kv_layer_spec(1) for layer in layers])
         """As `inexact`, whatever the group is."""

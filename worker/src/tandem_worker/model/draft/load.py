@@ -23,6 +23,7 @@ from tandem_worker.model.draft.config import TargetShape, parse_head_config
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.eagle3 import Eagle3Head, Fusion
 from tandem_worker.model.draft.head import Embed
+from tandem_worker.model.draft.reading import build_loader
 from tandem_worker.model.draft.weights import EMBEDDING, open_head, read_vocabulary
 from tandem_worker.model.load import find_prefix, open_checkpoint
 
@@ -81,13 +82,9 @@ def _load(path: Path, model: DecoderLM, checkpoint: Path, backend: BackendName |
             f"head's layer has {config.layer.hidden_size}.",
         )
     parts = find_backend(backend or select_backend(model.device, model.dtype))
-    packer = None if parts.packer is None else parts.packer()
     with torch.inference_mode():
         vocabulary = read_vocabulary(source, config.draft_vocab_size, config.layer.vocab_size)
-        loader = WeightLoader(
-            source, dtype=model.dtype, device=model.device, keeps_packed=parts.keeps_packed, packer=packer
-        )
-        build = Build(loader=loader, backend=parts, context=model.context)
+        build = Build(loader=build_loader(source, model, parts), backend=parts, context=model.context)
         fusion = Fusion(config, build, model.layers)
         head = None
         if model.context.is_last_stage:

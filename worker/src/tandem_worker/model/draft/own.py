@@ -21,7 +21,7 @@ from tandem_worker.model.assembly.embedding import load_embedding, load_lm_head,
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.contract import WeightSource
-from tandem_worker.model.checkpoint.loader import Part, WeightLoader
+from tandem_worker.model.checkpoint.loader import Part
 from tandem_worker.model.checkpoint.stored import Slice
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM
@@ -37,6 +37,7 @@ from tandem_worker.model.coverage import (
 from tandem_worker.model.draft.drafted import DraftedLM
 from tandem_worker.model.draft.head import Embed, Output
 from tandem_worker.model.draft.prediction import LastStates, PredictionHead, name_module
+from tandem_worker.model.draft.reading import build_loader
 from tandem_worker.model.families.registry import find_family
 from tandem_worker.model.load import find_prefix, open_checkpoint
 
@@ -136,15 +137,7 @@ def _load(config: ModelConfig, source: WeightSource, model: DecoderLM, backend: 
     if not model.context.is_last_stage:
         return DraftedLM(model, states, None)
     parts = find_backend(backend or select_backend(model.device, model.dtype))
-    packer = None if parts.packer is None else parts.packer()
-    loader = WeightLoader(
-        source,
-        dtype=model.dtype,
-        device=model.device,
-        keeps_packed=parts.keeps_packed,
-        prefix=prefix,
-        packer=packer,
-    )
+    loader = build_loader(source, model, parts, prefix)
     # Lanes guess at times of their own, so each has all experts of the module.
     context = replace(model.context, ep_rank=0, ep_size=1, ep=None)
     build = Build(loader=loader, backend=parts, context=context)
