@@ -328,3 +328,28 @@ async def test_nor_is_it_where_a_request_is_sent_again(monkeypatch, again: bool)
         while not failures:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert failures == [Failure.LOCAL]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_call_that_is_given_up_wants_no_connection_any_more(turns: int) -> None:
+    """Nor does the gateway wait for one: a worker that answers no SYN keeps a socket for seconds."""
+
+    class Nobody:
+        def on_upstream_failure(self, failure: Failure, detail: str) -> None:
+            raise AssertionError("it was given up")
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        link = Http1Link(address, connect_seconds=60, on_stale=lambda: None)
+        call = link.start(Nobody(), b"GET / HTTP/1.1\r\n\r\n", b"")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        link.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not link._dials

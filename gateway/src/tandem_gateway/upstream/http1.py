@@ -80,7 +80,7 @@ class Http1Link:
 
     def _start_dial(self, call: Http1Call, after: float = 0.0) -> None:
         # The set keeps the task alive: the event loop holds only a weak reference.
-        task = asyncio.get_running_loop().create_task(self._dial(call, after))
+        call.dial = task = asyncio.get_running_loop().create_task(self._dial(call, after))
         self._dials.add(task)
         task.add_done_callback(self._dials.discard)
 
@@ -88,8 +88,6 @@ class Http1Link:
         loop = asyncio.get_running_loop()
         if after:
             await asyncio.sleep(after)
-            if call.sink is None:
-                return
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(lambda: WorkerConnection(self), self.host, self.port)
@@ -100,9 +98,7 @@ class Http1Link:
             failure = Failure.LOCAL if error.errno in _OURS else Failure.CONNECT
             call.fail_to_connect(failure, error.strerror or str(error))
             return
-        if call.sink is None:
-            connection.abort()
-            return
+        call.dial = None
         call.resent = call.restarted
         connection.carry(call, reused=False)
 
@@ -135,7 +131,7 @@ class Http1Link:
 class Http1Call:
     """One request on one connection. `sink` is None once the call has ended."""
 
-    __slots__ = ("_elsewhere", "_link", "body", "connection", "head", "paused", "resent", "restarted", "sink")
+    __slots__ = ("_elsewhere", "_link", "body", "connection", "dial", "head", "paused", "resent", "restarted", "sink")
 
     def __init__(
         self, link: Http1Link, sink: Sink, head: bytes, body: bytes, elsewhere: Callable[[], bool] | None
@@ -145,6 +141,8 @@ class Http1Call:
         self.head = head
         self.body = body
         self.connection: WorkerConnection | None = None
+        self.dial: asyncio.Task[None] | None = None
+        """Gets it a connection, which nobody wants of a call that has ended."""
         self.paused = False
         self._elsewhere = elsewhere
         self.restarted = False
@@ -160,6 +158,8 @@ class Http1Call:
     def cancel(self) -> None:
         self.sink = None
         self.forget_request()
+        if self.dial is not None:
+            self.dial.cancel()
         if self.connection is not None:
             self.connection.abort()
 
