@@ -70,7 +70,7 @@ def run_once(instructions: str, load: str, more: Sequence[str]) -> dict[str, obj
     }  # fmt: skip
     print(f"{instructions:<8}{load:<10}{seconds:>7.0f} s  {row['passed']} passed, {len(failed)} failed", flush=True)
     if ran.returncode:
-        print("\n".join(ran.stdout.splitlines()[-200:]), file=sys.stderr)
+        print("\n".join([*ran.stdout.splitlines()[-200:], *ran.stderr.splitlines()[-100:]]), file=sys.stderr)
     return row
 
 

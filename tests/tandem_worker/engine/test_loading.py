@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.host_cache import Moves
 from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.engine.schedule.request import SequenceState
 from tandem_worker.engine.tiers import LoadOrder, Offer, Run, TierEngine
+from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
@@ -152,9 +154,18 @@ def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -
 def test_a_running_request_takes_the_blocks_of_a_load(make: Make) -> None:
     """12 blocks: 6 are being loaded into, and an answer grows until it lacks one."""
     rig, tier = make(num_blocks=12)
+    forward, began, goes_on = rig.model.forward, threading.Event(), threading.Event()
+
+    def hold(batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        began.set()
+        assert goes_on.wait(60)
+        return forward(batch, kv_cache)
+
+    rig.model.forward = hold  # type: ignore[method-assign]
     rig.submit("a", OTHER[:5], max_tokens=42)
-    rig.out.wait_tokens("a", 1)
+    assert began.wait(60)
     rig.submit("b", PROMPT, max_tokens=2)
+    goes_on.set()
     rig.wait()
     assert rig.out.tokens("a") == greedy_answer(OTHER[:5], 42)
     assert rig.out.tokens("b") == greedy_answer(PROMPT, 2)
