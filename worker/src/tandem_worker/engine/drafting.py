@@ -30,6 +30,8 @@ class Drafting:
         self._ranks = ranks
         self.block_size = kv_cache.spec.block_size
         self._tokens = as_drafted(model).vocabulary
+        self._rows: list[int] = []
+        """Rows of the step that is being completed, whose tokens stay."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,14 +47,21 @@ class Drafting:
         """A step was computed and is to be completed: its decodes' newest tokens stay. Guesses do not yet."""
         if plan.decodes:
             count = len(plan.decodes)
-            self._ranks.keep(range(count) if layout.rows is None else layout.rows[:count])
+            self._rows += range(count) if layout.rows is None else layout.rows[:count]
 
     def keep_guesses(self, wave: Wave, right: Rows[Sequence]) -> None:
         """The guesses of these choices in a wave were right, and are to be confirmed."""
-        self._ranks.keep([wave[sequence][1] for sequence in right])
+        self._rows += [wave[sequence][1] for sequence in right]
+
+    def end_step(self) -> None:
+        """It is known of all of the step's tokens which of them stay."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._ranks.keep(rows)
 
     def settle(self) -> None:
         """A choice lets go of its blocks."""
+        self.end_step()
         self._ranks.settle()
 
 

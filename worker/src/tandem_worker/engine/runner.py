@@ -272,6 +272,8 @@ class StepRunner:
                 self._drafting.keep(plan, output.layout)
             self.scheduler.complete(plan)
             self.outputs.accept_step(output.layout, output.logits, checked)
+            if self._drafting is not None:
+                self._drafting.end_step()
         else:
             tokens = step.chosen.wait().tolist()
             self.scheduler.complete(plan)

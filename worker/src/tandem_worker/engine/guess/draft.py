@@ -2,7 +2,7 @@
 
 A head's guesses cost passes over its weights, those by text cost nothing. So with `adaptive` a pass is made where the
 tokens that it is likely to add are worth its time, by what passes took and by how often guesses of this depth were
-right, for this choice above all. A choice whose guesses are worth none is tried again once in `_PROBE` tokens.
+right, for this choice above all. A choice whose guesses are worth none is tried again once in `_PROBE` steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROBE = 32
 _PRIOR_PASS = 0.1
 """Duration of a pass as a share of a step's, before one was measured."""
 _PASS_WEIGHT, _FASTER_WEIGHT = 0.1, 0.5
-"""A head whose passes are taken for long is asked once in `_PROBE` tokens: it would be taken for slow for thousands."""
+"""A head whose passes are taken for long is asked once in `_PROBE` steps: it would be taken for slow for thousands."""
 _DOUBT = 1 / 256
 _MOST_READ = 1 << 16
 """Tokens of the texts that chains begin behind, in one step together: their entries are gathered in memory beside the
@@ -121,8 +121,10 @@ class _Choice:
     hits: float = 0.0
     trials: float = 0.0
     """First guesses that were right, and all of them; older ones fade."""
-    known: int = -_PROBE
-    """Tokens of the answer when it was guessed for last; it never was: it is tried at once."""
+    known: int = 0
+    """Tokens of the answer when it was guessed for last."""
+    waited: int = _PROBE
+    """Steps since then; it never was: it is tried at once."""
     tokens: list[int] = field(default_factory=list[int])
     confidences: list[float] = field(default_factory=list[float])
     """The head's, in the guesses behind those."""
@@ -209,14 +211,14 @@ class DraftGuesser:
         paying: set[Sequence] = set()
         for sequence in able:
             choice = self._find(sequence)
+            choice.waited += 1
             if choice.expect(choice.rates.expected(0)) - _worth(found.get(sequence)) > worth:
                 paying.add(sequence)
         if len(paying) < count and self._pass_cost(len(paying), plan, self._first_seconds) > MOST_LOSS:
             paying = set()  # the others would pay for it
-        waited = {sequence: len(sequence.output) - self._choices[sequence].known for sequence in able}
         # Who is nearly due is tried with who is: of many that began one after another some would be due in every step.
-        least = _PROBE // 2 if max(waited.values()) >= _PROBE else _PROBE
-        return [sequence for sequence in able if sequence in paying or waited[sequence] >= least]
+        least = _PROBE // 2 if max(self._choices[sequence].waited for sequence in able) >= _PROBE else _PROBE
+        return [sequence for sequence in able if sequence in paying or self._choices[sequence].waited >= least]
 
     def _draft(
         self, chosen: list[Sequence], found: Mapping[Sequence, Guess], most: Mapping[Sequence, int], plan: StepPlan
@@ -230,7 +232,8 @@ class DraftGuesser:
         chances: list[list[float]] = [[] for _ in chosen]
         values = [1.0] * len(chosen)
         for draft, sequence in zip(drafts, chosen, strict=True):
-            draft.known, draft.tokens, draft.confidences = len(sequence.output), [], []
+            draft.known, draft.waited = len(sequence.output), 0
+            draft.tokens, draft.confidences = [], []
         gained, spent = 0.0, 0.0
         active = list(range(len(chosen)))
         others = sum(_worth(guess) for guess in found.values())

@@ -87,7 +87,7 @@ class Waiting:
         self._streams.append(decoded.streams[list(rows)])
         for row in rows:
             place, slot, position = len(self.tokens), decoded.slots[row], decoded.positions[row]
-            before = self._rows.get(slot - 1) if position % block_size else None
+            before = self._rows.get(decoded.blocks_before[row] * block_size + (position - 1) % block_size)
             if before is not None:
                 self.rows_after.append(place)
                 self.rows_before.append(before)
