@@ -13,6 +13,7 @@ from tandem_worker.model.attention import AttentionBackend
 from tandem_worker.model.checkpoint.stored import PackedWeight, Packer
 from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.layers.attention import SelfAttention
+from tandem_worker.model.layers.draft import HeadCalls, HeadParts
 from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
@@ -88,6 +89,8 @@ class Backend:
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer
     stack: type[LayerStack] = LayerStack
+    head_calls: Callable[[HeadParts, int], HeadCalls | None] = lambda parts, block_size: None
+    """Computes a draft head whole, over blocks of so many tokens; None: it is computed kernel by kernel."""
     packer: Callable[[], Packer] | None = None
     """Makes matrices as they are multiplied from what the checkpoint stores; None: layers pack them."""
     lossless: Lossless | None = None

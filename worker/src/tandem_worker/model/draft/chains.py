@@ -61,13 +61,14 @@ class Chains:
         block_size: int,
     ) -> None:
         """`kv_layer` has the blocks of the head's entries, `states` is `[num_blocks, hidden]`."""
-        device, size = kv_layer.device, block_size
+        size = block_size
         self._head = head
-        self._tokens = torch.tensor([start.token for start in starts], device=device)
-        self._positions = torch.tensor([start.position - 1 for start in starts], device=device)
-        self._states = states.index_select(0, torch.tensor([start.blocks[-1] for start in starts], device=device))
-        self._lengths = [start.position - 1 for start in starts]
-        spans = [max(len(start.blocks) * size, start.position + depth) for start in starts]
+        self._tokens = [start.token for start in starts]
+        self._positions = [start.position - 1 for start in starts]
+        newest = torch.tensor([start.blocks[-1] for start in starts], device=kv_layer.device)
+        self._states = states.index_select(0, newest)
+        self._lengths = self._positions.copy()
+        spans = [max(len(start.blocks), -(-(start.position + depth) // size)) * size for start in starts]
         memory = room.take([head.entry_width * span for span in spans], kv_layer)
         self._contexts = [
             head.gather(kv_layer, start.blocks if start.position > 1 else (), part)
@@ -81,16 +82,20 @@ class Chains:
     def compute(self, active: Sequence[int], said: Sequence[int]) -> torch.Tensor:
         """Logits `[len(active), draft_vocab_size]` of the next token of each of these chains. `said`: the model's
         numbers of the tokens that were guessed by the logits before, which these follow; of all chains of then."""
-        device = self._tokens.device
-        self._tokens[torch.tensor(self._active, dtype=torch.int64, device=device)] = torch.tensor(
-            said, dtype=torch.int64, device=device
-        )
+        for chain, token in zip(self._active, said, strict=True):
+            self._tokens[chain] = token
         self._active = active
-        rows = torch.tensor(active, device=device)
-        positions = self._positions[rows]
-        contexts, lengths = [self._contexts[chain] for chain in active], [self._lengths[chain] for chain in active]
-        logits, states = self._head.advance(self._tokens[rows], self._states[rows], positions, contexts, lengths)
-        for chain in active:
+        rows = list(active)
+        are_all = rows == list(range(len(self._tokens)))
+        states = self._states if are_all else self._states[rows]
+        tokens, positions = [self._tokens[chain] for chain in rows], [self._positions[chain] for chain in rows]
+        contexts, lengths = [self._contexts[chain] for chain in rows], [self._lengths[chain] for chain in rows]
+        logits, states = self._head.advance(tokens, states, positions, contexts, lengths)
+        for chain in rows:
             self._lengths[chain] += 1
-        self._states[rows], self._positions[rows] = states, positions + 1
+            self._positions[chain] += 1
+        if are_all:
+            self._states = states
+        else:
+            self._states[rows] = states
         return logits

@@ -166,8 +166,7 @@ class DraftedLM:
     ) -> None:
         """Those of tokens at these positions, with the states `[T, hidden]` of the ones before them."""
         assert self.head is not None
-        entries = self.head.make_entries(tokens, before, (positions - 1).clamp(min=0))
-        self.head.write(entries, kv_cache.layers[-2], slots)
+        self.head.write(tokens, before, (positions - 1).clamp(min=0), kv_cache.layers[-2], slots)
 
     def _write_prompt_entries(self, batch: ForwardBatch, kv_cache: KVCache, states: torch.Tensor, first: int) -> None:
         """The entry of each token from the row `first` on, with the state of the one before it."""

@@ -25,6 +25,7 @@ from tandem_worker.model.contract import KVLayerSpec
 from tandem_worker.model.draft.config import HeadConfig
 from tandem_worker.model.draft.head import Embed
 from tandem_worker.model.draft.weights import EMBEDDING, LAYER
+from tandem_worker.model.layers.draft import HeadCalls, HeadParts
 from tandem_worker.model.layers.linear import Linear
 from tandem_worker.model.layers.norm import RMSNorm
 
@@ -121,6 +122,30 @@ class Eagle3Head:
         self._norm = _load_norm(build, config, "norm", layer.hidden_size)
         self._lm_head = load_lm_head(build, (config.draft_vocab_size, layer.hidden_size), tied=None)
         self._rotary = build_rotary(layer, build)
+        self._build_calls, self._calls = build.backend.head_calls, dict[int, HeadCalls | None]()
+
+    def _find_calls(self, block_size: int) -> HeadCalls | None:
+        """Of the backend, for blocks of so many tokens."""
+        if block_size not in self._calls:
+            parts = HeadParts(
+                input_norm=self._input_norm,
+                state_norm=self._state_norm,
+                mlp_norm=self._mlp_norm,
+                norm=self._norm,
+                queries=self._queries,
+                keys_values=self._keys_values,
+                out=self._out,
+                mlp=self._mlp,
+                output=self._lm_head,
+                rotary=self._rotary,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                adds_normed=self.config.norm_before_residual,
+                gives_normed=self.config.norm_output,
+            )
+            self._calls[block_size] = self._build_calls(parts, block_size)
+        return self._calls[block_size]
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         """Shape of a block of its entries' keys and values."""
@@ -133,37 +158,56 @@ class Eagle3Head:
         entries = torch.cat((self._input_norm(self._embed(tokens)), normed), dim=-1)
         return entries, normed if self.config.norm_before_residual else states
 
-    def make_entries(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, 2, num_kv_heads, head_dim]`."""
-        entries, _ = self.enter(tokens, states)
-        return self._make_keys_values(entries, positions)
-
-    def write(self, entries: torch.Tensor, kv_layer: torch.Tensor, slots: torch.Tensor) -> None:
-        size = kv_layer.shape[3]
-        kv_layer[slots // size, :, :, slots % size] = entries
-
-    def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
-        """`[2, num_kv_heads, span - 1, head_dim]`."""
-        context = memory.view(2, self.num_kv_heads, -1, self.head_dim)
-        if blocks:
-            _, _, heads, size, dim = kv_layer.shape
-            count = len(blocks)
-            places = context[:, :, : count * size].view(2, heads, count, size, dim).permute(2, 0, 1, 3, 4)
-            torch.index_select(kv_layer, 0, torch.tensor(blocks, device=kv_layer.device), out=places)
-        return context[:, :, 1:]
-
-    def advance(
+    def write(
         self,
         tokens: torch.Tensor,
         states: torch.Tensor,
         positions: torch.Tensor,
+        kv_layer: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        size = kv_layer.shape[3]
+        calls = self._find_calls(size)
+        if calls is not None:
+            calls.write(self._embed(tokens), states, positions, kv_layer, slots)
+            return
+        entries, _ = self.enter(tokens, states)
+        kv_layer[slots // size, :, :, slots % size] = self._make_keys_values(entries, positions)
+
+    def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
+        """`[2, num_kv_heads, span - 1, head_dim]`; for the library blocks as they are."""
+        _, _, heads, size, dim = kv_layer.shape
+        count = len(blocks)
+        if self._find_calls(size) is not None:
+            context = memory.view(-1, 2, heads, size, dim)
+            places = context[:count]
+            if not blocks:
+                context[0] = 0.0  # what is not seen is multiplied by none
+        else:
+            context = memory.view(2, heads, -1, dim)
+            places = context[:, :, : count * size].view(2, heads, count, size, dim).permute(2, 0, 1, 3, 4)
+            context = context[:, :, 1:]
+        if blocks:
+            torch.index_select(kv_layer, 0, torch.tensor(blocks, device=kv_layer.device), out=places)
+        return context
+
+    def advance(
+        self,
+        tokens: Sequence[int],
+        states: torch.Tensor,
+        positions: Sequence[int],
         contexts: Sequence[torch.Tensor],
         lengths: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        entries, residual = self.enter(tokens, states)
-        queries = self._make_queries(entries, positions)
-        made = self._make_keys_values(entries, positions)
-        attended = torch.empty(len(tokens), self.num_heads * self.head_dim, dtype=self.dtype, device=tokens.device)
+        ids = torch.tensor(tokens, device=states.device)
+        calls = self._find_calls(contexts[0].shape[3]) if contexts[0].dim() == 5 else None
+        if calls is not None:
+            return calls.advance(self._embed(ids), states, positions, contexts, [length + 1 for length in lengths])
+        entries, residual = self.enter(ids, states)
+        places = torch.tensor(positions, device=states.device)
+        queries = self._make_queries(entries, places)
+        made = self._make_keys_values(entries, places)
+        attended = torch.empty(len(tokens), self.num_heads * self.head_dim, dtype=self.dtype, device=states.device)
         for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
             context[:, :, length] = made[row]
             keys, values = context[:, None, :, : length + 1]

@@ -48,24 +48,28 @@ class DraftHead(Protocol):
         """Shape of a block of its entries."""
         ...
 
-    def make_entries(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Entries of tokens `[T]` with the states before them `[T, hidden]`, whose positions are `[T]`."""
-        ...
-
-    def write(self, entries: torch.Tensor, kv_layer: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store entries in their slots `[T]`."""
-        ...
-
-    def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
-        """The entries of these blocks at the beginning of `memory` `[span * entry_width]`, as a view of all of it with
-        room for the others, and without the first slot, which has none."""
-        ...
-
-    def advance(
+    def write(
         self,
         tokens: torch.Tensor,
         states: torch.Tensor,
         positions: torch.Tensor,
+        kv_layer: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store the entries of tokens `[T]` with the states before them `[T, hidden]`, whose positions are `[T]`, in
+        their slots `[T]`."""
+        ...
+
+    def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
+        """The entries of these blocks at the beginning of `memory` `[span * entry_width]`, which has whole blocks, as a
+        view of all of it with room for the others. The first slot has no entry."""
+        ...
+
+    def advance(
+        self,
+        tokens: Sequence[int],
+        states: torch.Tensor,
+        positions: Sequence[int],
         contexts: Sequence[torch.Tensor],
         lengths: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:

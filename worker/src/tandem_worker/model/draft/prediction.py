@@ -65,12 +65,16 @@ class PredictionHead:
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         return self._attention.kv_layer_spec(block_size)
 
-    def make_entries(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, rank + rope]`."""
+    def write(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        kv_layer: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
         x = self._layer.input_norm(self._enter(tokens, states))
-        return self._attention.make_latents(x, self._rotary.at(positions, self._dtype)).squeeze(1)
-
-    def write(self, entries: torch.Tensor, kv_layer: torch.Tensor, slots: torch.Tensor) -> None:
+        entries = self._attention.make_latents(x, self._rotary.at(positions, self._dtype)).squeeze(1)
         kv_layer.view(-1, self.entry_width).index_copy_(0, slots, entries)
 
     def gather(self, kv_layer: torch.Tensor, blocks: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
@@ -84,15 +88,16 @@ class PredictionHead:
 
     def advance(
         self,
-        tokens: torch.Tensor,
+        tokens: Sequence[int],
         states: torch.Tensor,
-        positions: torch.Tensor,
+        positions: Sequence[int],
         contexts: Sequence[torch.Tensor],
         lengths: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer, spec = self._layer, self._attention.spec
-        residual = self._enter(tokens, states)
-        queries, made = self._attention.make_both(layer.input_norm(residual), self._rotary.at(positions, self._dtype))
+        residual = self._enter(torch.tensor(tokens, device=states.device), states)
+        rotation = self._rotary.at(torch.tensor(positions, device=states.device), self._dtype)
+        queries, made = self._attention.make_both(layer.input_norm(residual), rotation)
         absorbed = spec.absorb(queries)
         attended = absorbed.new_empty(*absorbed.shape[:2], spec.rank)
         for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):

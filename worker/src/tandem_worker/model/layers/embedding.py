@@ -41,16 +41,17 @@ class LMHead:
     """Logits of hidden states, whole on every rank."""
 
     def __init__(self, linear: HeadLinear, vocab_size: int, gather: Collective | None) -> None:
-        self._linear = linear
+        self.linear = linear
+        self.gather = gather
+        """None: there is one rank."""
         self._vocab_size = vocab_size
-        self._gather = gather
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` to `[N, vocab_size]` float32."""
-        logits = self._linear(hidden)
-        if self._gather is None:
+        logits = self.linear(hidden)
+        if self.gather is None:
             return logits
-        share = -(-self._vocab_size // self._gather.size)
+        share = -(-self._vocab_size // self.gather.size)
         if logits.shape[1] < share:  # a packed matrix of the last rank has no rows to fill up with
             logits = functional.pad(logits, (0, share - logits.shape[1]))
-        return self._gather.all_gather(logits, 1)[:, : self._vocab_size]
+        return self.gather.all_gather(logits, 1)[:, : self._vocab_size]

@@ -13,6 +13,7 @@ from tandem_worker.model.backends.contract import BackendName, Lossless
 from tandem_worker.model.backends.form import CPU_RATIOS
 from tandem_worker.model.backends.native import library
 from tandem_worker.model.backends.native.attention import NativeAttention
+from tandem_worker.model.backends.native.head import build_head_calls
 from tandem_worker.model.backends.native.layers import (
     PACKS,
     NativeEmbedding,
@@ -55,6 +56,7 @@ NATIVE = replace(
     route=build_route,
     find_inexact=find_inexact,
     stack=NativeStack,
+    head_calls=build_head_calls,
     packer=NativePacker if PACKS else None,
     lossless=Lossless(
         packer=LosslessPacker,

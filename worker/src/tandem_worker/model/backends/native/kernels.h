@@ -1,4 +1,4 @@
-// The kernels that layers.cpp puts together, as the library exports them; each is described where it is defined.
+// The kernels that layers.cpp and head.cpp put together, as the library exports them; each is described where it is defined.
 #pragma once
 
 #include "attention.h"
@@ -15,11 +15,16 @@ TANDEM_EXPORT void tandem_attention(const Attention* attention);
 TANDEM_EXPORT void tandem_linear(const bf16* weight, Index columns, Index inner, const bf16* x,
                    Index x_stride, Index rows, const bf16* bias, const bf16* residual,
                    bf16* out);
+TANDEM_EXPORT void tandem_linear_float32(const bf16* weight, Index columns, Index inner, const bf16* x,
+                           Index x_stride, Index rows, const bf16* bias, float* out);
 TANDEM_EXPORT void tandem_gate_up_silu(const bf16* weight, Index columns, Index inner, const bf16* x,
                          Index x_stride, Index rows, const bf16* bias, bf16* out);
 TANDEM_EXPORT void tandem_split_linear(const std::uint8_t* weight, Index columns, Index inner, const bf16* x,
                          Index x_stride, Index rows, const bf16* bias,
                          const bf16* residual, bf16* out);
+TANDEM_EXPORT void tandem_split_linear_float32(const std::uint8_t* weight, Index columns, Index inner,
+                                 const bf16* x, Index x_stride, Index rows,
+                                 const bf16* bias, float* out);
 TANDEM_EXPORT void tandem_split_gate_up_silu(const std::uint8_t* weight, Index columns, Index inner,
                                const bf16* x, Index x_stride, Index rows,
                                const bf16* bias, bf16* out);

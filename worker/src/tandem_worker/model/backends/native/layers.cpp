@@ -2,37 +2,9 @@
 // those of layers that are called one kernel at a time.
 #include <algorithm>
 
-#include "kernels.h"
+#include "matrix.h"
 
 namespace tandem {
-namespace {
-
-// A packed weight, `_Matrix` of stack.py.
-struct Matrix {
-    const void* weight;
-    const bf16* bias;  // [columns] or null
-    Index columns;     // N; of gate and up together
-    Index inner;       // K
-    Index is_split;    // in 12 bits a weight
-};
-
-void multiply(const Matrix& m, const bf16* x, Index rows, const bf16* residual, bf16* out) {
-    if (m.is_split)
-        tandem_split_linear(static_cast<const std::uint8_t*>(m.weight), m.columns, m.inner, x, m.inner, rows, m.bias,
-                            residual, out);
-    else
-        tandem_linear(static_cast<const bf16*>(m.weight), m.columns, m.inner, x, m.inner, rows, m.bias, residual, out);
-}
-
-void multiply_gated(const Matrix& m, const bf16* x, Index rows, bf16* out) {
-    if (m.is_split)
-        tandem_split_gate_up_silu(static_cast<const std::uint8_t*>(m.weight), m.columns / 2, m.inner, x, m.inner, rows,
-                                  m.bias, out);
-    else
-        tandem_gate_up_silu(static_cast<const bf16*>(m.weight), m.columns / 2, m.inner, x, m.inner, rows, m.bias, out);
-}
-
-}  // namespace
 
 // One layer. `_Layer` of stack.py.
 struct Layer {

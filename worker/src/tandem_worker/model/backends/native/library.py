@@ -52,6 +52,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     "tandem_attention": [_Address],
     "tandem_layers": [_Address, _Index, _Address, _Address, _Address, _Address, Written],
+    "tandem_head_write": [_Address, _Address, _Address, _Address],
+    "tandem_head_advance": [_Address, _Address, _Address],
     "tandem_use_threads": [_Index],
     "tandem_format": [_Index, _Address],
     "tandem_pack": [_Address, _Index, _Index, _Address],

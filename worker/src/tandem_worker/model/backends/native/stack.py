@@ -24,8 +24,8 @@ from tandem_worker.model.backends.native.layers import (
     NativeRMSNorm,
     NativeSelfAttention,
 )
+from tandem_worker.model.backends.native.matrix import Matrix, describe_matrix
 from tandem_worker.model.layers.attention import Rotate
-from tandem_worker.model.layers.linear import Linear
 from tandem_worker.model.layers.pre_norm import DecoderLayer, LayerStack, PreNormLayer, Taps
 from tandem_worker.model.layers.step import Step
 
@@ -34,21 +34,12 @@ logger = logging.getLogger(__name__)
 _Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
 
 
-class _Matrix(ctypes.Structure):
-    """`Matrix` of layers.cpp."""
-
-    _fields_ = (
-        *((name, _Address) for name in ("weight", "bias")),
-        *((name, _Index) for name in ("columns", "inner", "is_split")),
-    )
-
-
 class _Layer(ctypes.Structure):
     """`Layer` of layers.cpp."""
 
     _fields_ = (
         *((name, _Address) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "sinks")),
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _Index) for name in ("num_heads", "num_kv_heads", "width", "window", "chunk")),
         *((name, _Float) for name in ("scale", "input_eps", "mlp_eps", "head_eps")),
     )
@@ -91,17 +82,6 @@ def find_obstacle(layer: DecoderLayer) -> str | None:
     return None
 
 
-def _describe_matrix(matrix: Linear) -> _Matrix:
-    assert isinstance(matrix, NativeLinear)
-    return _Matrix(
-        weight=matrix.address,
-        bias=library.address_of(matrix.bias),
-        columns=matrix.out_features,
-        inner=matrix.in_features,
-        is_split=int(matrix.is_split),
-    )
-
-
 def _describe(layer: DecoderLayer) -> _Layer:
     """Addresses and shapes of a layer without obstacle; they hold as long as the layer lives."""
     assert isinstance(layer, PreNormLayer)
@@ -116,10 +96,10 @@ def _describe(layer: DecoderLayer) -> _Layer:
         q_norm=None if head_norm is None else head_norm.query_weight.data_ptr(),
         k_norm=None if head_norm is None else head_norm.key_weight.data_ptr(),
         sinks=library.address_of(spec.sinks),
-        qkv=_describe_matrix(attention.qkv),
-        out=_describe_matrix(attention.out),
-        gate_up=_describe_matrix(mlp.gate_up),
-        down=_describe_matrix(mlp.down),
+        qkv=describe_matrix(attention.qkv),
+        out=describe_matrix(attention.out),
+        gate_up=describe_matrix(mlp.gate_up),
+        down=describe_matrix(mlp.down),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         width=spec.head_dim,
