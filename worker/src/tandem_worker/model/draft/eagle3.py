@@ -125,7 +125,7 @@ class Eagle3Head:
         self._build_calls, self._calls = build.backend.head_calls, dict[int, HeadCalls | None]()
 
     def _find_calls(self, block_size: int) -> HeadCalls | None:
-        """Of the backend, for blocks of so many tokens."""
+        """The backend's, for blocks of so many tokens."""
         if block_size not in self._calls:
             parts = HeadParts(
                 input_norm=self._input_norm,
