@@ -114,7 +114,7 @@ def test_whatever_happens_answers_are_the_same_and_nothing_is_left(tmp_path: Pat
     rng = random.Random(seed)
     holder = PeerRig("holder", 512)
     rig = Rig(HistoryModel(), 72, model_digest=KEY.model_digest, host_blocks=16)  # type: ignore[arg-type]
-    rig.engine._scheduler.hooks.prefill_rate = lambda: 50.0
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 5.0
     memory = open_memory(rig.engine.kv_cache)
     limits = DiskLimits(size_bytes=8 << 20, segment_bytes=16 * SLOT_BYTES, cold_share=0.5)
     disk, store = DiskTier(tmp_path, KEY, memory, BLOCK_SIZE, limits), Store(rig)
@@ -172,7 +172,7 @@ def test_what_the_disk_has_of_the_beginning_and_a_peer_of_the_rest_is_joined(tmp
     holder = PeerRig("holder", 128)
     holder.run("all of it", prompt)
     rig = Rig(HistoryModel(), 72, model_digest=KEY.model_digest)  # type: ignore[arg-type]
-    rig.engine._scheduler.hooks.prefill_rate = lambda: 1.0
+    rig.engine._scheduler.hooks.prefill_rate = lambda: 5.0
     memory = open_memory(rig.engine.kv_cache)
     limits = DiskLimits(size_bytes=8 << 20, segment_bytes=16 * SLOT_BYTES, cold_share=0.5)
     disk = DiskTier(tmp_path, KEY, memory, BLOCK_SIZE, limits)
