@@ -120,15 +120,15 @@ def ask_seldom(rig: Rig, every: int) -> None:
 
 def watch_releases(rig: Rig) -> None:
     """Nothing is to be written to blocks any more when they are let go of."""
-    model, blocks = rig.model, rig.engine._scheduler.blocks
+    model, manager = rig.model, rig.engine._scheduler.blocks
     assert isinstance(model, DraftedLM)
-    release = blocks.release
+    release = manager.release
 
-    def releasing(ids: Any, names: Any, now: float) -> None:
-        assert not {slot // BLOCK_SIZE for slot in model._waiting.slots}.intersection(ids)
-        release(ids, names, now)
+    def releasing(blocks: Any, names: Any, now: float) -> None:
+        assert not {slot // BLOCK_SIZE for slot in model._waiting.slots}.intersection(blocks)
+        release(blocks, names, now)
 
-    blocks.release = releasing
+    manager.release = releasing
 
 
 @pytest.mark.parametrize("every", [2, 7, 40])
