@@ -12,8 +12,10 @@ import torch
 from tandem_api.launch import ModelSource, SpeculativeConfig
 from tandem_worker.engine.guess.contract import Source
 from tandem_worker.model.backends import native
+from tandem_worker.model.backends.native.layers import PACKS
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.draft.drafted import DraftedLM
+from tandem_worker.model.draft.eagle3 import Eagle3Head
 from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.load import load_model
 from transformers import AutoModelForCausalLM
@@ -35,14 +37,21 @@ BOTH = SpeculativeConfig(method="Auto", draft=SOURCE)
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """The model, with its head or without. The head repeats its state's likeliest token: it is right now and then."""
+    """The model, with its head or without. The head repeats its state's likeliest token: it is right now and then. The
+    library computes it in one call."""
     target = save_target(tmp_path_factory.mktemp("target"))
-    spec = HeadSpec(draft_vocab_size=61)
+    spec = HeadSpec(draft_vocab_size=61, settings={"intermediate_size": 128})
     head = save_head(tmp_path_factory.mktemp("head"), spec, copycat(target, spec))
 
     def load(*, with_head: bool = True) -> CausalLM:
         model = load_model(target, device=torch.device("cpu"), dtype=torch.bfloat16)
-        return load_draft(head, model, target) if with_head else model
+        if not with_head:
+            return model
+        drafted = load_draft(head, model, target)
+        assert isinstance(drafted, DraftedLM)
+        assert isinstance(drafted.head, Eagle3Head)
+        assert PACKS is (drafted.head._find_calls(BLOCK_SIZE) is not None)
+        return drafted
 
     return load
 
@@ -111,15 +120,15 @@ def ask_seldom(rig: Rig, every: int) -> None:
 
 def watch_releases(rig: Rig) -> None:
     """Nothing is to be written to blocks any more when they are let go of."""
-    model, blocks = rig.model, rig.engine._scheduler.blocks
+    model, manager = rig.model, rig.engine._scheduler.blocks
     assert isinstance(model, DraftedLM)
-    release = blocks.release
+    release = manager.release
 
-    def releasing(ids: Any, names: Any, now: float) -> None:
-        assert not {slot // BLOCK_SIZE for slot in model._waiting.slots}.intersection(ids)
-        release(ids, names, now)
+    def releasing(blocks: Any, names: Any, now: float) -> None:
+        assert not {slot // BLOCK_SIZE for slot in model._waiting.slots}.intersection(blocks)
+        release(blocks, names, now)
 
-    blocks.release = releasing
+    manager.release = releasing
 
 
 @pytest.mark.parametrize("every", [2, 7, 40])

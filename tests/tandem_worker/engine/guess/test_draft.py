@@ -262,3 +262,20 @@ def test_texts_that_are_read_together_are_bounded() -> None:
     sequences = [make_sequence(number, prompt) for number, prompt in enumerate((30_000, 30_000, 10_000, 5_000, 70_000))]
     found = ask(DraftGuesser(heads.begin, 4), sequences)
     assert set(found) == {sequences[0], sequences[1], sequences[3]}
+
+
+def test_who_has_too_long_a_text_does_not_make_others_due() -> None:
+    """Beside such a one, answers that began one after another are tried no more often, and not each in its own step."""
+    heads = Heads(seconds=0.1 * STEP)
+    guesser = DraftGuesser(heads.begin, 4, costs=costs(), clock=lambda: heads.now)
+    long = make_sequence(99, prompt=70_000, max_tokens=1000)
+    sequences = [make_sequence(number, max_tokens=1000) for number in range(32)]
+    for step in range(400):
+        begun = [long, *sequences[: step + 1]]
+        ask(guesser, begun)
+        for sequence in begun:
+            say(sequence, [50])
+        if step == 199:
+            heads.passes.clear()
+    assert sum(heads.passes) >= 5 * 32, "each of them is tried"
+    assert len(heads.passes) < 200 / 10

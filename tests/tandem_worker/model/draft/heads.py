@@ -103,6 +103,7 @@ def draw_tensors(spec: HeadSpec, seed: int = 5) -> dict[str, torch.Tensor]:
         return 1 + 0.3 * torch.randn(width, generator=generator)
 
     hidden, target, count, own = spec.hidden_size, TARGET["hidden_size"], len(spec.feature_layers), spec.prefix
+    wide = spec.settings.get("intermediate_size", 112)
     tensors = {
         f"{own}input_layernorm.weight": near_one(hidden),
         f"{own}hidden_norm.weight": near_one(hidden),
@@ -111,9 +112,9 @@ def draw_tensors(spec: HeadSpec, seed: int = 5) -> dict[str, torch.Tensor]:
         f"{own}self_attn.v_proj.weight": draw(32, 2 * hidden),
         f"{own}self_attn.o_proj.weight": draw(hidden, 64),
         f"{own}post_attention_layernorm.weight": near_one(hidden),
-        f"{own}mlp.gate_proj.weight": draw(112, hidden),
-        f"{own}mlp.up_proj.weight": draw(112, hidden),
-        f"{own}mlp.down_proj.weight": draw(hidden, 112),
+        f"{own}mlp.gate_proj.weight": draw(wide, hidden),
+        f"{own}mlp.up_proj.weight": draw(wide, hidden),
+        f"{own}mlp.down_proj.weight": draw(hidden, wide),
         "fc.weight": draw(hidden, count * target),
         "norm.weight": near_one(hidden),
         "lm_head.weight": draw(spec.draft_vocab_size, hidden),

@@ -23,6 +23,7 @@ from tandem_worker.model.draft.eagle3 import Eagle3Head
 from tandem_worker.model.draft.late import Waiting
 from tandem_worker.model.draft.load import load_draft
 from tandem_worker.model.draft.own import add_own_head
+from tandem_worker.model.draft.prediction import PredictionHead
 from tandem_worker.model.load import load_model
 
 from tests.tandem_worker.model.draft.heads import VOCAB, HeadSpec, save_head, save_target
@@ -205,18 +206,23 @@ def test_texts_are_gathered_once_and_into_memory_that_is_kept(model: DraftedLM) 
 
 
 @pytest.mark.skipif(native.find_obstacle() is not None, reason=str(native.find_obstacle()))
-@pytest.mark.parametrize("kind", ["head", "own embedding"])
+@pytest.mark.parametrize("kind", ["head", "own embedding", "module", "module with a vocabulary"])
 def test_a_head_takes_the_form_of_its_models_matrices_and_guesses_the_same(tmp_path: Path, kind: str) -> None:
     """In 12 bits a weight or plain, to the last bit."""
-    target = save_target(tmp_path / "target")
-    folder = save_head(tmp_path / "head", HeadSpec(own_embedding=kind != "head"))
+    is_own = kind.startswith("module")
+    if is_own:
+        target = save_model(tmp_path / "target", MODULES["experts" if kind == "module" else "a vocabulary of its own"])
+    else:
+        target = save_target(tmp_path / "target")
+    folder = save_head(tmp_path / "head", HeadSpec(own_embedding=kind == "own embedding"))
     logits: list[torch.Tensor] = []
     forms: tuple[WeightsForm, ...] = ("Plain", "Lossless")
     for form in forms:
         base = load_model(target, device=CPU, dtype=torch.bfloat16, backend=BackendName.NATIVE, weights=form)
-        model = load_draft(folder, base, target)
-        assert isinstance(model.head, Eagle3Head)
-        matrix = model.head._keys_values
+        model = add_own_head(target, base, "Draft") if is_own else load_draft(folder, base, target)
+        assert isinstance(model, DraftedLM)
+        assert isinstance(model.head, Eagle3Head | PredictionHead)
+        matrix = model.head._keys_values if isinstance(model.head, Eagle3Head) else model.head._join
         assert isinstance(matrix, NativeLinear)
         assert matrix.is_split == (form == "Lossless")
         cache = allocate_kv_cache(model.kv_cache_spec(SIZE), 12, CPU)

@@ -172,7 +172,8 @@ class DraftGuesser:
         found = {} if self._lookup is None else self._lookup.propose(sequences, most, plan)
         for sequence in sequences:
             self._learn(sequence)
-        able = [s for s in sequences if self._may_guess(s)]
+        # Who has more text than is read in a step is never tried: it would be due in every step, and others with it.
+        able = [s for s in sequences if self._may_guess(s) and s.num_planned <= _MOST_READ]
         chosen = _fit(able if self._costs is None else self._choose(able, found, plan))
         if chosen:
             for sequence, guess in self._draft(chosen, found, most, plan).items():

@@ -18,7 +18,10 @@ from tandem_worker.model.layers.draft import HeadParts
 logger = logging.getLogger(__name__)
 
 _Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
-_FIRST_POSITIONS = 1024
+_PIECE = 1024
+"""Positions whose rotations are computed at a time: in float32 they take several times what is kept of them."""
+_SPARE = 8
+"""Room is made for an eighth more positions than are there."""
 
 
 class _Head(ctypes.Structure):
@@ -121,7 +124,7 @@ class NativeHeadCalls:
         self._written_width = written
         wide = 2 * parts.queries.out_features + 3 * self._hidden + parts.mlp.down.in_features
         self._advanced_width = written + wide
-        self._cos = self._sin = torch.empty(0)
+        self._cos = self._sin = torch.empty(0, parts.head_dim // 2, dtype=torch.bfloat16)
         self._table = torch.empty(0, dtype=torch.int32)
 
     def write(
@@ -185,7 +188,9 @@ class NativeHeadCalls:
         return entered, working
 
     def _extend(self, last: int) -> None:
-        """Rotations of positions up to this one, and twice as many."""
-        count = max(_FIRST_POSITIONS, 2 * (last + 1))
-        rotation = self._parts.rotary.at(torch.arange(count), torch.bfloat16)
-        self._cos, self._sin = rotation.cos.contiguous(), rotation.sin.contiguous()
+        """Rotations of positions up to this one, and some more, beside those that are known."""
+        end = last + 1 + max(_PIECE, last // _SPARE)
+        pieces = torch.arange(len(self._cos), end).split(_PIECE)
+        made = [self._parts.rotary.at(piece, torch.bfloat16) for piece in pieces]
+        self._cos = torch.cat([self._cos, *(rotation.cos for rotation in made)])
+        self._sin = torch.cat([self._sin, *(rotation.sin for rotation in made)])
