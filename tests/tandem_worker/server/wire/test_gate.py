@@ -211,6 +211,19 @@ async def test_connections_whose_clients_do_not_read_give_way() -> None:
             writer.transport.abort()
 
 
+async def test_a_server_that_has_stopped_holds_no_connection() -> None:
+    """Whoever does not read is cut off with the rest."""
+    async with small_server(4) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /long HTTP/1.1\r\nhost: a\r\n\r\n")
+        received = len(await reader.readexactly(100))
+    with contextlib.suppress(ConnectionResetError):
+        while part := await asyncio.wait_for(reader.read(1 << 20), 60):
+            received += len(part)
+    assert received < 20_000_000
+    writer.close()
+
+
 async def test_where_busy_connections_give_way_a_probe_gets_in() -> None:
     async with small_server(4, busy_give_way=True) as port:
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]

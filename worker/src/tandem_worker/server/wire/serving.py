@@ -10,6 +10,7 @@ import logging
 import resource
 import socket
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,9 +182,13 @@ class WorkerProtocol(HttpToolsProtocol):
 class RunningServer:
     """A server that is accepting connections."""
 
-    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], port: int) -> None:
+    def __init__(
+        self, server: uvicorn.Server, task: asyncio.Task[None], port: int, connections: Collection[WorkerProtocol]
+    ) -> None:
+        """`connections`: those that are open."""
         self._server = server
         self._task = task
+        self._connections = connections
         self.port = port
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
@@ -191,6 +196,9 @@ class RunningServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_seconds))
         self._server.should_exit = True
         await self._task
+        for connection in list(self._connections):  # whoever does not read what was written keeps one open
+            connection.transport.abort()
+        await asyncio.sleep(0)
 
     async def wait(self) -> None:
         """Until the server has ended. Raises what ended it."""
@@ -222,7 +230,8 @@ async def serve(
     """Start serving; returns when connections are accepted. `port` 0 takes a free one. Raises OSError."""
     # Bound here because uvicorn answers a taken port with sys.exit.
     listener = _bind(host, port)
-    settings = {"open": OrderedDict[WorkerProtocol, None](), "limit": max_connections, "busy_give_way": busy_give_way}
+    connections = OrderedDict[WorkerProtocol, None]()
+    settings = {"open": connections, "limit": max_connections, "busy_give_way": busy_give_way}
     config = uvicorn.Config(
         app,
         http=type("ServerProtocol", (WorkerProtocol,), settings),
@@ -244,7 +253,7 @@ async def serve(
     if task.done():
         listener.close()
         await task
-    return RunningServer(server, task, listener.getsockname()[1])
+    return RunningServer(server, task, listener.getsockname()[1], connections)
 
 
 def _bind(host: str, port: int) -> socket.socket:
