@@ -13,7 +13,7 @@ from tandem_api.names import Role
 
 from tests.tandem_gateway.test_faults import ask, fail_with, question
 
-SHORT = {"first_token_seconds": 0.3, "answer_seconds": 0.3}
+SHORT = {"first_token_seconds": 2.0, "answer_seconds": 2.0}
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ async def test_what_counts_as_a_failure(
     """Whether or not another worker answers in the end."""
     behaviours = {"bad request": fail_with(400), "error": fail_with(500), "busy": fail_with(429)}
     bad = await start_worker("bad", behaviours=[behaviours.get(kind) or getattr(fault, kind)])
-    running = await start_gateway(bad, await start_worker("good"), timeouts=SHORT)
+    patience = SHORT if kind == "hang" else None  # a busy machine makes those slow that are well
+    running = await start_gateway(bad, await start_worker("good"), timeouts=patience)
     for number in range(64):
         await ask(running, question(chat, number, stream=stream))
         if bad.received:
