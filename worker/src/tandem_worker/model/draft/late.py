@@ -37,11 +37,12 @@ class Decoded(NamedTuple):
         count = streams.shape[0]
         positions, slots = batch.positions[:count].tolist(), batch.slot_mapping[:count].tolist()
         blocks = [slot // block_size for slot in slots]
-        for row, position in enumerate(positions):
-            if position % block_size == 0:
-                starts = list(accumulate(batch.query_lens_host[: batch.num_decodes], initial=0))
+        first_of_block = [row for row, position in enumerate(positions) if position % block_size == 0]
+        if first_of_block:
+            starts = list(accumulate(batch.query_lens_host[: batch.num_decodes], initial=0))
+            for row in first_of_block:
                 table = batch.block_tables[bisect_right(starts, row) - 1]
-                blocks[row] = int(table[max(0, position // block_size - 1)])
+                blocks[row] = int(table[max(0, positions[row] // block_size - 1)])
         return cls(streams, batch.token_ids[:count].tolist(), positions, slots, blocks)
 
     @classmethod
