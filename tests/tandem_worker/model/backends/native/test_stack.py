@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.layers.pre_norm import LayerStack, Taps
+from tandem_worker.model.layers.step import Step
 from tandem_worker.model.load import load_model
 from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -158,14 +159,18 @@ def llama(save_random_model: Any, paged_sequences: Any, tmp_path: Path) -> Twins
     return Twins(tmp_path, paged_sequences)
 
 
-def test_the_stream_between_any_two_layers_is_there_for_whoever_asks(llama: Twins) -> None:
-    """In two calls the layers give what they give in one, and what they are given stays as it is."""
+def enter(llama: Twins) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
+    """A step of nine tokens, what its layers are given, and their blocks."""
     run = llama.runs[0]
     batch = run.batch({run.add(): tokens(9, 1)})
-    layers = run.cache.layers
     with torch.inference_mode():
-        step = llama.model.begin_step(batch, run.block_size)
-        entered = llama.model._embedding(batch.token_ids)
+        return llama.model.begin_step(batch, run.block_size), llama.model._embedding(batch.token_ids), run.cache.layers
+
+
+def test_the_stream_between_any_two_layers_is_there_for_whoever_asks(llama: Twins) -> None:
+    """In two calls the layers give what they give in one, and what they are given stays as it is."""
+    step, entered, layers = enter(llama)
+    with torch.inference_mode():
         whole = llama.stack.forward(entered, step, layers)
         for cut in range(4):
             between = llama.stack.forward(entered, step, layers, end=cut)
@@ -173,18 +178,14 @@ def test_the_stream_between_any_two_layers_is_there_for_whoever_asks(llama: Twin
             assert torch.equal(between, llama.apart.forward(entered, step, layers, end=cut))
             assert torch.equal(llama.stack.forward(between, step, layers, cut), whole)
             assert torch.equal(between, kept)
-        assert torch.equal(entered, llama.model._embedding(batch.token_ids))
+        assert torch.equal(entered, llama.model._embedding(step.batch.token_ids))
 
 
 @pytest.mark.parametrize("places", [(0, 1, 2), (3, 1), (2, 0, 3), ()], ids=str)
 def test_streams_are_taken_out_of_one_call(llama: Twins, places: tuple[int, ...]) -> None:
     """In the order in which they are asked for, whatever the rows stand between."""
-    run = llama.runs[0]
-    batch = run.batch({run.add(): tokens(9, 1)})
-    layers = run.cache.layers
+    step, entered, layers = enter(llama)
     with torch.inference_mode():
-        step = llama.model.begin_step(batch, run.block_size)
-        entered = llama.model._embedding(batch.token_ids)
         width = entered.shape[1]
         wanted = [llama.apart.forward(entered, step, layers, end=place) for place in places]
         for stack in (llama.stack, llama.apart):
