@@ -38,7 +38,7 @@ STAGES = {
             seconds=440,
             phases=(
                 Phase(lanes=("correctness:machine_items",), seconds=90),
-                Phase(lanes=tuple(f"correctness:test_items {path}" for path in GPU_TESTS), seconds=270, together=6),
+                Phase(lanes=tuple(f"correctness:test_items {path}" for path in GPU_TESTS), seconds=270, together=12),
                 Phase(lanes=("correctness:blocking_items",), seconds=120),
             ),
         ),
@@ -47,7 +47,7 @@ STAGES = {
             what="every bench case at served sizes: right, the same bits twice, then its time",
             seconds=475,
             phases=(
-                Phase(lanes=tuple(f"shapes:check_items {theme}" for theme in CHECKS), seconds=240, together=6),
+                Phase(lanes=tuple(f"shapes:check_items {theme}" for theme in CHECKS), seconds=240, together=12),
                 Phase(lanes=("shapes:time_items",), seconds=300),
             ),
         ),

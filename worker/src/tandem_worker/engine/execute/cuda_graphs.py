@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tandem_worker.host.collector import paused_collector
 from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
 
 
@@ -55,7 +56,11 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # What other threads do on the device meanwhile, moving blocks for peers for one, is none of the recording's.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        # What the collector would free on this one is: a recording that ends meanwhile makes this one void.
+        with (
+            paused_collector(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             result = run()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
