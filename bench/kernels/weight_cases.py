@@ -10,7 +10,7 @@ import torch
 from tandem_worker import kernels
 from tandem_worker.kernels import reference
 from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, SplitByteWeight, Weight
-from tandem_worker.kernels.split_byte import BLOCK, HEAD, num_blocks
+from tandem_worker.kernels.split_byte import BLOCK, HEAD, UNIT, num_blocks
 
 from bench.kernels.case import HALF, Case, Place, Tensors, wide
 
@@ -45,22 +45,28 @@ def random_weight(place: Place, form: str, *shape: int) -> Weight:
 
 
 def _random_split_byte(place: Place, lead: list[int], rows: int, columns: int) -> SplitByteWeight:
-    """Codes of magnitudes from 2**-23 to 2**-8, and in each block of rows as many escapes as training leaves."""
+    """Codes of magnitudes from 2**-23 to 2**-7, and in each block of rows as many escapes as training leaves: larger
+    ones, which no sum can lack. It is what `split_byte.encode` makes of these values, without looking at them."""
     low = place.integers(-(1 << 15), 1 << 15, (*lead, rows, columns // 2), torch.int16)
     codes = place.integers(0, 256, (*lead, rows, columns // 2), torch.uint8)
     count, blocks, each = math.prod(lead), num_blocks(rows), max(1, BLOCK * columns // _WEIGHTS_PER_ESCAPE)
     table = torch.tensor(range(0x34, 0x3C), dtype=torch.uint8).view(torch.int32).to(place.device)
-    numbers = torch.arange(count, device=place.device)[:, None] * blocks * 2 * each
+    matrix = torch.arange(count, device=place.device)
     # Where a matrix's own words end, those of the matrices behind it follow, then everybody's escapes.
-    ahead = (count - torch.arange(count, device=place.device))[:, None] * (blocks + HEAD)
-    starts = ahead + numbers + torch.arange(blocks + 1, device=place.device) * 2 * each
+    ahead = (count - matrix[:, None]) * (blocks + HEAD)
+    starts = ahead + (matrix[:, None] * blocks + torch.arange(blocks + 1, device=place.device)) * 2 * each
     heads = torch.cat((table.expand(count, 2), starts.int()), 1)
     step = columns // each
     column = torch.arange(each, device=place.device) * step + place.integers(0, step, (count, blocks, each))
     block = torch.arange(blocks, device=place.device)[:, None]
-    row = block * BLOCK + place.integers(0, BLOCK, (count, blocks, each)) % (rows - block * BLOCK)
+    row = place.integers(0, BLOCK, (count, blocks, each)) % (rows - block * BLOCK)
+    row = block * BLOCK + row.sort().values
     words = ((row % 256).int() << 24) | column.int()
-    bits = place.integers(0x2800, 0x3300, (count, blocks, each), torch.int32)
+    bits = place.integers(0x3C00, 0x3D00, (count, blocks, each), torch.int32)
+    # The four pairs of an escape become the table's first value, which has to stand in its place.
+    fours = (matrix[:, None, None], row, column // UNIT * (UNIT // 8) + column % (UNIT // 2) // 4)
+    for part in (low, codes):
+        part.view(count, rows, columns // 8, 4)[fours] = 0
     return SplitByteWeight(
         low=low, codes=codes, beside=torch.cat((heads.flatten(), torch.stack((words, bits), -1).flatten()))
     )

@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tandem_worker import kernels
+from tandem_worker.kernels.quantized import SplitByteWeight
+from tandem_worker.kernels.split_byte import HEAD, num_blocks
 
 from bench.kernels.case import TINY, Case, Place
 from bench.kernels.cases import THEMES
 from bench.kernels.check import check, compare, same_bits
+from bench.kernels.weight_cases import random_weight
 
 PLACE = Place(device=torch.device("cpu"), sizes=TINY)
 CASES = {case.name: case for build in THEMES.values() for case in build(PLACE)}
@@ -99,6 +103,28 @@ def test_an_element_that_nobody_writes_is_found() -> None:
     name = next(name for name in CASES if name.startswith("rms_norm"))
     case = replace(CASES[name], run=lambda x, w: torch.empty_like(x).copy_(x) if x is None else torch.empty(x.shape))
     assert not check(case).passed
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (4, 128, 64), (300, 192), (70, 12288)])
+def test_weights_of_12_bits_are_what_packing_makes_of_their_values(shape: tuple[int, ...]) -> None:
+    """Products rely on what stands in an escape's place, which no twin reads."""
+    weight = random_weight(PLACE, "lossless", *shape)
+    assert isinstance(weight, SplitByteWeight)
+    packed = SplitByteWeight.pack(weight.dequantize(torch.bfloat16))
+    assert packed is not None
+    for part in ("low", "codes", "beside"):
+        assert torch.equal(getattr(weight, part), getattr(packed, part)), part
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("small_batch_linear lossless")])
+def test_escapes_that_are_lost_are_found(name: str) -> None:
+    def lose(x: torch.Tensor, weight: SplitByteWeight) -> torch.Tensor:
+        begins = slice(2, num_blocks(weight.shape[0]) + HEAD)
+        beside = weight.beside.clone()
+        beside[begins] = beside[begins].max()
+        return kernels.small_batch_linear(x, replace(weight, beside=beside))
+
+    assert check(replace(CASES[name], run=lose)).excess > 2
 
 
 def test_the_cache_of_the_cases_is_the_engines() -> None:
