@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tandem_worker import kernels
-from tandem_worker.kernels import moe, reference
+from tandem_worker.kernels import linear, moe, reference
 from tandem_worker.kernels.dispatch import interpreting
 from tandem_worker.kernels.quantized import SplitByteWeight
 from tandem_worker.kernels.split_byte import BLOCK
 
 ON_GPU = torch.cuda.is_available() and not interpreting()
 TYPES = [torch.float32, *([torch.bfloat16] if ON_GPU else [])]
+SERVED = [((rows, 4096, 12288), None) for rows in (1, 64)] if ON_GPU else []
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ def test_rows_of_a_table_come_back(strange, device):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("shape", "num_splits"), [((1, 40, 576), 1), ((3, 70, 576), 3), ((33, 65, 64), None)])
+@pytest.mark.parametrize(("shape", "num_splits"), [((1, 40, 576), 1), ((3, 70, 576), 3), ((33, 65, 64), None), *SERVED])
 def test_sums_are_those_of_the_twin_in_every_bit(powers, units, kind, shape, num_splits, device):
     rows, outputs, columns = shape
     weight, x = powers(outputs, columns), units(rows, columns, dtype=kind)
@@ -93,9 +94,21 @@ def test_sums_are_those_of_the_twin_in_every_bit(powers, units, kind, shape, num
     assert torch.equal(expected, x.double() @ weight.double().t())
 
 
+@pytest.mark.parametrize("rows", [1, 33])
+def test_sums_in_tiles_of_bfloat16_whose_lists_take_many_turns(powers, units, monkeypatch, rows, device):
+    """More than a thousand escapes a block, in 16 or 32 tiles of each split."""
+    tile = linear.block_shape(rows, 2)
+    monkeypatch.setattr(linear, "block_shape", lambda *args: tile)
+    weight, x = powers(40, 8192), units(rows, 8192, dtype=TYPES[-1])
+    out = torch.empty(rows, 40, device=device)
+    kernels.small_batch_linear(x, pack(weight), num_splits=2, out=out)
+    assert torch.equal(out.double(), x.double() @ weight.double().t())
+
+
 @pytest.mark.parametrize("kind", TYPES)
-def test_gate_and_up_whose_halves_begin_within_a_block(randn, assert_matches, powers, kind):
-    weight, x, bias = powers(2 * 40, 128) / 64, randn(5, 128, dtype=kind), randn(80)
+@pytest.mark.parametrize(("width", "columns"), [(40, 128), *([(12288, 4096)] if ON_GPU else [])])
+def test_gate_and_up_whose_halves_begin_within_a_block(randn, assert_matches, powers, kind, width, columns):
+    weight, x, bias = powers(2 * width, columns) / 64, randn(5, columns, dtype=kind), randn(2 * width)
     expected = reference.gate_up_silu_reference(x.double(), weight, bias)
     assert_matches(kernels.gate_up_silu(x, pack(weight), bias), expected)
 
