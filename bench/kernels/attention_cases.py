@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from tandem_worker import kernels
 from tandem_worker.kernels import reference
+from torch.nn import functional
 
 from bench.kernels.case import Case, Place, Tensors, wide
 
@@ -27,22 +28,28 @@ def decode_attention(place: Place) -> Iterator[Case]:
     for batch, context, width in sizes.guessed:
         title = f"{name} B={batch} C={context} tokens={width}"
         yield _decode(place, title, (heads, kv_heads, dim), [context] * batch, width)
+    for batch, context, longest in sizes.recorded:
+        title = f"{name} B={batch} C={context} of {longest}"
+        yield _decode(place, title, (heads, kv_heads, dim), [context] * batch, longest=longest)
     for heads in sizes.latent_heads:
         for batch, context in sizes.latent_decodes:
             yield _latent_decode(place, heads, batch, context)
 
 
-def _decode(place: Place, name: str, shape: tuple[int, int, int], contexts: list[int], width: int = 1) -> Case:
-    """The last `width` tokens of each sequence."""
+def _decode(
+    place: Place, name: str, shape: tuple[int, int, int], contexts: list[int], width: int = 1, longest: int = 0
+) -> Case:
+    """The last `width` tokens of each sequence. What is to be read has been listed for other layers of the step."""
     heads, kv_heads, dim = shape
     block_size = place.sizes.block_size
 
     def make() -> tuple:
         tables, num_blocks = place.tables(contexts, block_size)
+        tables = functional.pad(tables, (0, max(0, longest // block_size - tables.shape[1])))
         cache = place.randn(num_blocks, 2, kv_heads, block_size, dim)
         starts = place.ints(*range(0, width * len(contexts) + 1, width))
         ids = place.ints(*(sequence for sequence in range(len(contexts)) for _ in range(width)))
-        return place.randn(len(ids), heads, dim), cache, tables, place.ints(*contexts), starts, ids
+        return place.randn(len(ids), heads, dim), cache, tables, place.ints(*contexts), starts, ids, {}
 
     scale = dim**-0.5
     return Case(
@@ -50,8 +57,10 @@ def _decode(place: Place, name: str, shape: tuple[int, int, int], contexts: list
         bytes=sum(contexts) * kv_heads * dim * 2 * 2,
         flops=4 * width * sum(contexts) * heads * dim,
         make=make,
-        run=lambda *values, **options: kernels.paged_decode_attention(*values, scale=scale, **options),
-        expect=lambda q, cache, tables, lens, starts, ids: _decode_rows(q, cache, tables, lens, scale, width),
+        run=lambda *values, **options: kernels.paged_decode_attention(
+            *values[:-1], scale=scale, work=values[-1], **options
+        ),
+        expect=lambda q, cache, tables, lens, *rest: _decode_rows(q, cache, tables, lens, scale, width),
     )
 
 

@@ -64,6 +64,8 @@ class Sizes:
     """Sequences, the shortest and the longest context."""
     guessed: tuple[tuple[int, int, int], ...]
     """Sequences, their context, and how many of its last tokens are computed: the newest one and guesses behind it."""
+    recorded: tuple[tuple[int, int, int], ...]
+    """Sequences, their context, and the longest that their block table has room for."""
     prefills: tuple[tuple[int, int], ...]
     """New tokens and context of a prompt."""
     latent: tuple[int, int]
@@ -91,7 +93,8 @@ SERVED = Sizes(
     tokens=(64, 8192), hidden=4096, intermediate=12288, positions=40960, block_size=16, latent_block_size=64,
     models=(("Qwen3-8B", 32, 8, 128), ("Llama-3 70B", 64, 8, 128), ("gpt-oss", 64, 8, 64)),
     decodes=((1, 32768), (32, 8192), (256, 1024)), ragged=(33, 1000, 32768),
-    guessed=((1, 2000, 8), (1, 32768, 8), (64, 1024, 2)), prefills=((8192, 8192), (2048, 32768)),
+    guessed=((1, 2000, 8), (1, 32768, 8), (64, 1024, 2)),
+    recorded=((1, 500, 40960), (64, 200, 40960), (256, 200, 40960)), prefills=((8192, 8192), (2048, 32768)),
     latent=(512, 64), latent_heads=(128, 16), latent_decodes=((1, 32768), (32, 8192), (128, 4096)),
     latent_head_dims=(128, 128), latent_prefill=4096, latent_gather=32768,
     products=(4096, 12288), rows=(1, 8, 64),
@@ -103,7 +106,7 @@ SERVED = Sizes(
 TINY = Sizes(
     tokens=(5,), hidden=64, intermediate=96, positions=64, block_size=16, latent_block_size=16,
     models=(("tiny", 4, 2, 32),),
-    decodes=((3, 40),), ragged=(3, 7, 60), guessed=((2, 40, 9),), prefills=((20, 20), (5, 40)),
+    decodes=((3, 40),), ragged=(3, 7, 60), guessed=((2, 40, 9),), recorded=((3, 20, 64),), prefills=((20, 20), (5, 40)),
     latent=(32, 16), latent_heads=(4,), latent_decodes=((2, 40),), latent_head_dims=(32, 16),
     latent_prefill=24, latent_gather=40,
     products=(128, 256), rows=(1, 8),

@@ -61,6 +61,29 @@ def test_a_row_has_the_same_bits_in_every_batch_and_table(paged, randn, half_dty
         assert torch.equal(alone[0], together[row]), f"{length} keys"
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"sinks": True}], ids=str)
+def test_layers_of_a_step_share_what_is_listed(paged, randn, device, half_dtype, options):
+    """More pieces than programs, and rows without any; the list is made once for layers that see the same keys."""
+    lengths = [600, 0, 3, 256, 257, 1, 90] * 3
+    widths = [1, 1, 2, 4, 1, 1, 5] * 3
+    cache, tables, lens = paged(lengths, 2, 16, half_dtype)
+    rows = describe_rows(widths, device)
+    options = {"scale": 0.2, **options, "sinks": randn(4) if options.get("sinks") else None}
+    work = {}
+    for _ in range(2):
+        q = randn(sum(widths), 4, 16, dtype=half_dtype)
+        shared = kernels.paged_decode_attention(q, cache, tables, lens, *rows, work=work, **options)
+        assert torch.equal(shared, kernels.paged_decode_attention(q, cache, tables, lens, *rows, **options))
+        assert len(work) == 1
+    kernels.paged_decode_attention(q, cache, tables, lens, *rows, work=work, scale=0.2, window=7)
+    assert len(work) == 2
+    listed = next(iter(work.values())).tolist()
+    count, pieces, items = listed[0], listed[1 : 1 + len(q)], listed[1 + len(q) :]
+    assert len(set(items[:count])) == count
+    assert count >= sum(-(-length // 256) or 1 for length in lengths) if not options.get("window") else count >= 21
+    assert max(pieces) == (1 if options.get("window") else 3)
+
+
 def describe_rows(widths, device):
     """`query_start` and `sequence_ids` of sequences with so many tokens each."""
     starts = torch.tensor([0, *widths]).cumsum(0).to(torch.int32)

@@ -5,8 +5,10 @@ Bound by memory: every key and value is read once for a tile of queries. The hea
 many tokens of a sequence as it has room for, so a key is read once per KV head and not once per query head.
 Flash-Decoding's split over the context gives a lone sequence several programs.
 
-The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table, and every way
-in which its tokens may belong to sequences: each token has a program, and the first token of a tile has that of all.
+What there is to read is listed on the device first, once for all layers that see the same keys: a tile of a sequence's
+tokens and a piece of its context each. As many programs as fit side by side go through that list, whose length nobody
+on the host knows, so a captured CUDA graph serves all lengths that fit its block table at the cost of those that there
+are, and every way in which its tokens may belong to sequences.
 
 A row has the same bits decoded, among guesses, alone and in company: the tile's shape is one for all, a row's cuts
 follow from its own context, and keys that only other rows of the tile see change nothing of it (weights of exactly 0,
@@ -28,7 +30,21 @@ from .attention_checks import LOG2E, cdiv, check_paged_inputs, first_visible, on
 from .checks import INDEXES, require_dtype, require_rows, require_same_device, require_shape, result_like
 from .dispatch import FUSED_MATH, with_twin
 from .reference.attention import paged_decode_attention_reference
-from .split_merge import merge_splits, plan_splits, tiles_of_split
+from .split_merge import merge_splits, num_multiprocessors, plan_splits, tiles_of_split
+
+WorkLists = dict[tuple[int, ...], torch.Tensor]
+"""What there is to read in a step, listed on the device, by what decides it."""
+_PROGRAMS, _REGISTERS = 3, 168
+"""As many find room on a multiprocessor by what they have under way, and with so many registers for each thread."""
+_LISTED_TOGETHER = 256
+
+
+@triton.jit
+def _find_tiles(context, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key, first tile and number of tiles of rows with these contexts."""
+    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
+    first_tile = first // BLOCK_N
+    return first, first_tile, cdiv(tl.maximum(context, 0), BLOCK_N) - first_tile
 
 
 @triton.jit
@@ -37,9 +53,7 @@ def _find_keys(
 ):
     """First key and end of a split of each row, by its own context alone; of rows without any, the largest number and
     0."""
-    first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
-    first_tile = first // BLOCK_N
-    num_tiles = cdiv(context, BLOCK_N) - first_tile
+    first, first_tile, num_tiles = _find_tiles(context, WINDOW, CHUNK, BLOCK_N)
     tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
     start = first_tile + split * tiles_per_split
     end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
@@ -48,68 +62,108 @@ def _find_keys(
     return tl.where(low < high, low, 2147483647), tl.where(low < high, high, 0)
 
 
-@triton.jit(do_not_specialize=["num_splits", "fewest_tiles", "max_splits", "stride_table"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "fewest_tiles", "max_splits"])
+def _list_work_kernel(
+    lens_ptr, starts_ptr, sequences_ptr, work_ptr, num_tokens, num_splits, fewest_tiles, max_splits, tokens_per_tile,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    pieces_ptr = work_ptr + 1
+    items_ptr = pieces_ptr + num_tokens
+    count = tl.full([], 0, tl.int32)
+    for start in range(0, num_tokens, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        there = tokens < num_tokens
+        sequence = tl.load(sequences_ptr + tokens, mask=there, other=0).to(tl.int64)
+        start_of_sequence = tl.load(starts_ptr + sequence, mask=there, other=0).to(tl.int32)
+        end_of_sequence = tl.load(starts_ptr + sequence + 1, mask=there, other=0).to(tl.int32)
+        length = tl.load(lens_ptr + sequence, mask=there, other=0).to(tl.int32)
+        leads = there & ((tokens - start_of_sequence) % tokens_per_tile == 0)
+        most = leads.to(tl.int32)  # a row of padding has its zeros from somewhere
+        for ahead in range(0, tokens_per_tile):
+            context = length - (end_of_sequence - 1 - tokens - ahead)
+            _, _, num_tiles = _find_tiles(context, WINDOW, CHUNK, BLOCK_N)
+            pieces = cdiv(num_tiles, tiles_of_split(num_tiles, fewest_tiles, max_splits))
+            if ahead == 0:
+                tl.store(pieces_ptr + tokens, pieces, mask=there)
+            most = tl.where(leads & (tokens + ahead < end_of_sequence), tl.maximum(most, pieces), most)
+        places = count + tl.cumsum(most, axis=0) - most
+        for split in range(0, num_splits):
+            tl.store(items_ptr + places + split, tokens * num_splits + split, mask=split < most)
+        count += tl.sum(most, axis=0)
+    tl.store(work_ptr, count)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "fewest_tiles", "max_splits", "stride_table"])
 def _paged_decode_attention_kernel(
-    q_ptr, cache_ptr, tables_ptr, lens_ptr, starts_ptr, sequences_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale_log2, group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits,
+    q_ptr, cache_ptr, tables_ptr, lens_ptr, starts_ptr, sequences_ptr, work_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale_log2, num_tokens, group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table,
     stride_out_row, stride_out_head,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
-    sequence = tl.load(sequences_ptr + token).to(tl.int64)
-    start_of_sequence = tl.load(starts_ptr + sequence).to(tl.int64)
-    end_of_sequence = tl.load(starts_ptr + sequence + 1).to(tl.int64)
-    length = tl.load(lens_ptr + sequence).to(tl.int32)
+    pieces_ptr = work_ptr + 1
+    items_ptr = pieces_ptr + num_tokens
+    num_kv_heads = num_q_heads // group
     members = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
-    tokens = token + members // group
-    heads = kv_head * group + members % group
     tokens_per_tile = BLOCK_G // group
-    leads = (token - start_of_sequence) % tokens_per_tile == 0  # the others are in the tile of one before them
-    last = tl.where(leads, tl.minimum(end_of_sequence, token + tokens_per_tile), token)
-    taken = tokens < last
-    valid = taken[:, None] & (dims < head_dim)[None, :]
-    context = length - (end_of_sequence - 1 - tokens).to(tl.int32)  # the token's own key included
-    low, high = _find_keys(context, taken, split, fewest_tiles, max_splits, WINDOW, CHUNK, BLOCK_N)
-    lowest = tl.min(low, axis=0)
-    highest = tl.max(high, axis=0)
+    num_items = tl.load(work_ptr) * num_kv_heads
+    for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = index % num_kv_heads
+        item = tl.load(items_ptr + index // num_kv_heads)
+        split = item % num_splits
+        token = (item // num_splits).to(tl.int64)
+        sequence = tl.load(sequences_ptr + token).to(tl.int64)
+        end_of_sequence = tl.load(starts_ptr + sequence + 1).to(tl.int64)
+        length = tl.load(lens_ptr + sequence).to(tl.int32)
+        tokens = token + members // group
+        heads = kv_head * group + members % group
+        taken = tokens < tl.minimum(end_of_sequence, token + tokens_per_tile)
+        valid = taken[:, None] & (dims < head_dim)[None, :]
+        context = length - (end_of_sequence - 1 - tokens).to(tl.int32)  # the token's own key included
+        low, high = _find_keys(context, taken, split, fewest_tiles, max_splits, WINDOW, CHUNK, BLOCK_N)
+        lowest = tl.min(low, axis=0)
+        highest = tl.max(high, axis=0)
 
-    q_ptrs = q_ptr + tokens[:, None] * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
-    q = tl.load(q_ptrs, mask=valid, other=0.0)
-    head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_kv_head
-    maximum = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    accumulated = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    for tile in range(lowest // BLOCK_N, cdiv(highest, BLOCK_N)):
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = (keys < highest) & (keys >= lowest)
-        block = tl.load(tables_ptr + sequence * stride_table + keys // block_size, mask=there, other=0).to(tl.int64)
-        offsets = block * stride_block + (keys % block_size) * stride_slot
-        kv_ptrs = head_ptr + offsets[:, None] + dims[None, :]
-        kv_mask = there[:, None] & (dims < head_dim)[None, :]
-        k = tl.load(kv_ptrs, mask=kv_mask, other=0.0)
-        v = tl.load(kv_ptrs + stride_kv, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        seen = (keys[None, :] < high[:, None]) & (keys[None, :] >= low[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        weights, decay, maximum, total = online_softmax(scores, maximum, total)
-        accumulated = accumulated * decay[:, None]
-        accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
+        q_ptrs = q_ptr + tokens[:, None] * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+        q = tl.load(q_ptrs, mask=valid, other=0.0)
+        head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_kv_head
+        maximum = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        accumulated = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        for tile in range(lowest // BLOCK_N, cdiv(highest, BLOCK_N)):
+            keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            there = (keys < highest) & (keys >= lowest)
+            block = tl.load(tables_ptr + sequence * stride_table + keys // block_size, mask=there, other=0).to(tl.int64)
+            offsets = block * stride_block + (keys % block_size) * stride_slot
+            kv_ptrs = head_ptr + offsets[:, None] + dims[None, :]
+            kv_mask = there[:, None] & (dims < head_dim)[None, :]
+            k = tl.load(kv_ptrs, mask=kv_mask, other=0.0)
+            v = tl.load(kv_ptrs + stride_kv, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            seen = (keys[None, :] < high[:, None]) & (keys[None, :] >= low[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            weights, decay, maximum, total = online_softmax(scores, maximum, total)
+            accumulated = accumulated * decay[:, None]
+            accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
 
-    if SPLIT:
-        slot = (tokens * num_q_heads + heads) * num_splits + split
-        divisor = tl.where(total > 0.0, total, 1.0)  # a split without keys: maximum, and so its lse, is -inf
-        tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=taken)
-        parts = accumulated / divisor[:, None]
-        tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], parts, mask=valid & (total > 0.0)[:, None])
-    else:
-        y = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+        divisor = tl.where(total > 0.0, total, 1.0)
+        y = accumulated / divisor[:, None]
+        whole = taken & (members * 0 + split == 0)
+        if SPLIT:
+            pieces = tl.load(pieces_ptr + tokens, mask=taken, other=0)
+            met = taken & (split < pieces)
+            if HAS_SINKS:
+                whole = taken & (pieces < 0)  # sinks join where pieces meet, and be it one
+            else:
+                whole = whole & (pieces <= 1)
+                met = met & (pieces > 1)
+            slot = (tokens * num_q_heads + heads) * num_splits + split
+            tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=met)
+            tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], y, mask=valid & met[:, None])
         out_ptrs = out_ptr + tokens[:, None] * stride_out_row + heads[:, None] * stride_out_head + dims[None, :]
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid)
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid & whole[:, None])
 
 
 def _keys_per_tile(block_d: int, element_size: int) -> int:
@@ -133,6 +187,7 @@ def paged_decode_attention(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
+    work: WorkLists | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's last few tokens over its paged context, their own keys included.
@@ -142,7 +197,8 @@ def paged_decode_attention(
     back as zeros; query_start `[B + 1]` int32 or int64, each sequence's first token in T; sequence_ids `[T]` int32 or
     int64, the sequence of each token; without those two each sequence has one token. scale usually D ** -0.5; `window`
     counts the keys a query sees, its own included; `chunk` is Llama 4's chunk length; sinks `[Hq]` are gpt-oss's extra
-    logits. -> `[T, Hq, D]`. `num_splits` divides every context among so many. Of long chunks of a prompt
+    logits. -> `[T, Hq, D]`. `num_splits` divides every context among so many. `work` keeps what is listed on the device for the
+    other layers of the same step: of these sequences, tokens and heads. Of long chunks of a prompt
     `paged_prefill_attention` reads the keys less often.
     Raises `ValueError` for shapes, strides and ranges, `TypeError` for dtypes and devices.
     Method: FlashAttention-2 (Dao, 2023) with Flash-Decoding's split over the context.
@@ -158,21 +214,33 @@ def paged_decode_attention(
     longest = min(block_tables.shape[1] * kv_cache.shape[3], window or 1 << 62, chunk or 1 << 62)
     num_kv_heads = num_q_heads // group
     num_splits, *cuts = plan_splits(triton.cdiv(longest, block_n) + 1, block_n, num_splits)
-    split = num_splits > 1 or sinks is not None  # sinks join where pieces meet
+    split = num_splits > 1 or sinks is not None
     partial, lse = out, out
     if split:
         partial = torch.empty((num_tokens, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
-    _paged_decode_attention_kernel[(num_kv_heads, num_splits, num_tokens)](
-        q, kv_cache, block_tables, context_lens, query_start, sequence_ids, out, partial, lse,
-        scale * LOG2E, group, num_q_heads, head_dim, kv_cache.shape[3], num_splits, *cuts,
+    block_g = max(16, triton.next_power_of_2(group))
+    spans = {"WINDOW": window or 0, "CHUNK": chunk or 0, "BLOCK_N": block_n}
+    key = (*spans.values(), block_g // group, num_splits, *cuts)
+    listed = None if work is None else work.get(key)
+    if listed is None:
+        listed = torch.empty(1 + num_tokens * (1 + num_splits), dtype=torch.int32, device=q.device)
+        _list_work_kernel[(1,)](
+            context_lens, query_start, sequence_ids, listed, num_tokens, num_splits, *cuts, block_g // group,
+            **spans, BLOCK_T=_LISTED_TOGETHER, num_warps=8, **FUSED_MATH,
+        )  # fmt: skip
+        if work is not None:
+            work[key] = listed
+    most = num_tokens * num_splits * num_kv_heads
+    _paged_decode_attention_kernel[(min(most, _PROGRAMS * num_multiprocessors(q.device)),)](
+        q, kv_cache, block_tables, context_lens, query_start, sequence_ids, listed, out, partial, lse,
+        scale * LOG2E, num_tokens, group, num_q_heads, head_dim, kv_cache.shape[3], num_splits, *cuts,
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
-        WINDOW=window or 0, CHUNK=chunk or 0, SPLIT=split,
-        BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=4, num_stages=5, **FUSED_MATH,
+        **spans, SPLIT=split, HAS_SINKS=sinks is not None,
+        BLOCK_G=block_g, BLOCK_D=block_d, num_warps=4, num_stages=5, maxnreg=_REGISTERS, **FUSED_MATH,
     )  # fmt: skip
     if split:
-        merge_splits(partial, lse, sinks, out)
+        merge_splits(partial, lse, sinks, out, pieces=listed[1 : 1 + num_tokens])
     return out
 
 

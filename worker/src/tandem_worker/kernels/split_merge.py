@@ -60,15 +60,22 @@ def tiles_of_split(num_tiles, fewest_tiles, max_splits):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
-    HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, pieces_ptr, out_ptr,
+    num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
+    HAS_SINKS: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    pieces = num_splits
+    if HAS_PIECES:
+        pieces = tl.load(pieces_ptr + row)
+        if not HAS_SINKS:
+            if pieces <= 1:
+                return
     splits = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_D)
     first = (row * num_heads + head) * num_splits
-    lse = tl.load(lse_ptr + first + splits, mask=splits < num_splits, other=float("-inf"))
+    lse = tl.load(lse_ptr + first + splits, mask=splits < pieces, other=float("-inf"))
     maximum = tl.max(lse, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
@@ -78,9 +85,9 @@ def _merge_splits_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - shift)
     merged = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, num_splits, TOGETHER):
+    for start in range(0, pieces, TOGETHER):
         chunk = start + tl.arange(0, TOGETHER)
-        weight = tl.exp2(tl.load(lse_ptr + first + chunk, mask=chunk < num_splits, other=float("-inf")) - shift)
+        weight = tl.exp2(tl.load(lse_ptr + first + chunk, mask=chunk < pieces, other=float("-inf")) - shift)
         # A split without keys never wrote its part: it must not even be read, whatever lies there may be NaN.
         mask = (weight > 0.0)[:, None] & (dims < head_dim)[None, :]
         parts = tl.load(partial_ptr + (first + chunk)[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
@@ -91,12 +98,22 @@ def _merge_splits_kernel(
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=dims < head_dim)
 
 
-def merge_splits(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Merge partial `[B, Hq, P, D]` and lse `[B, Hq, P]`, both float32 and contiguous, into out `[B, Hq, D]`."""
+def merge_splits(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    pieces: torch.Tensor | None = None,
+) -> None:
+    """Merge partial `[B, Hq, P, D]` and lse `[B, Hq, P]`, both float32 and contiguous, into out `[B, Hq, D]`.
+
+    pieces `[B]` int32: how many of the P a row has; rows of one, without sinks, are in `out` already.
+    """
     num_rows, num_heads, num_splits, head_dim = partial.shape
     _merge_splits_kernel[(num_rows, num_heads)](
-        partial, lse, lse if sinks is None else sinks, out, num_heads, head_dim, num_splits, out.stride(0),
-        out.stride(1), HAS_SINKS=sinks is not None, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        partial, lse, lse if sinks is None else sinks, lse if pieces is None else pieces, out,
+        num_heads, head_dim, num_splits, out.stride(0), out.stride(1),
+        HAS_SINKS=sinks is not None, HAS_PIECES=pieces is not None, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         TOGETHER=_MERGED_TOGETHER, BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4, **FUSED_MATH,
     )  # fmt: skip

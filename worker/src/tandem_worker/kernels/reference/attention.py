@@ -85,10 +85,11 @@ def paged_decode_attention_reference(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
+    work: object = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `paged_decode_attention`: q `[T, Hq, D]`, the last tokens of each sequence -> `[T, Hq, D]`."""
-    del num_splits, sequence_ids
+    del num_splits, work, sequence_ids
     if query_start is None:
         query_start = torch.arange(q.shape[0] + 1, device=q.device)
     return paged_prefill_attention_reference(

@@ -41,6 +41,7 @@ class TritonStepAttention:
         self._num_rows = sum(lengths[: self._num_decodes])
         self._prompt_query_start = batch.query_start if self._num_decodes == 0 else None
         self._sequence_ids: torch.Tensor | None = None
+        self._work: dict[Any, torch.Tensor] = {}
         self._token_tables: torch.Tensor | None = None
         self._latent_plan: _LatentPlan | None = None
 
@@ -69,6 +70,7 @@ class TritonStepAttention:
                 contexts[:count],
                 batch.query_start[: count + 1],
                 self._find_sequence_ids()[:rows],
+                work=self._work,
                 out=out[:rows],
                 **options,
             )
