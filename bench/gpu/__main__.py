@@ -2,9 +2,9 @@
 
     python -m bench.gpu [STAGE ...] --out FOLDER [--device cpu] [--tiny]
 
-Stages, in their order: correctness, shapes, engine, lossless, variants, tools; without names the first three. Each has
-a limit below 8 minutes and writes FOLDER/STAGE.json after each of its items, so a command that is ended early leaves
-what it has found. Exit status 1 says that something is wrong, 2 that there is no GPU.
+Stages, in their order: correctness, shapes, engine, start, lossless, variants, tools; without names the first three.
+Each has a limit below 8 minutes and writes FOLDER/STAGE.json after each of its items, so a command that is ended early
+leaves what it has found. Exit status 1 says that something is wrong, 2 that there is no GPU.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def build_random_model(
     weights: WeightsForm = "Plain",
 ) -> CausalLM:
     """On Triton's kernels, which on a CPU are their twins."""
-    config = _parse(raw)
+    config = parse(raw)
     source = RandomSource(config, device, dtype)
     parts = find_backend(BackendName.TRITON)
     with torch.inference_mode():
@@ -105,7 +105,7 @@ def build_random_model(
 
 def count_step_weights(raw: Mapping[str, Any]) -> int:
     """Weights that every step reads: all but the table of embeddings."""
-    shapes = plan_shapes(_parse(raw))
+    shapes = plan_shapes(parse(raw))
     total = 0
     for name, shape in shapes.items():
         if name != "model.embed_tokens.weight":
@@ -116,6 +116,7 @@ def count_step_weights(raw: Mapping[str, Any]) -> int:
     return total
 
 
-def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+def parse(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of `raw`, as a worker reads it from `config.json`."""
     architecture = read_architecture(raw)
     return parse_config(raw, find_family(architecture).keys, architecture=architecture)

@@ -23,7 +23,8 @@ _SHOWN = 20
 _MAIN = {
     "us": "us", "gain": "x", "tokens_per_s": "tokens/s", "milliseconds": "ms", "copy_tb_per_s": "TB/s copied",
     "read_tb_per_s": "TB/s read", "matmul_tflop_per_s": "TFLOP/s", "passed": "tests", "bytes": "bytes",
-    "limit_tokens_per_s": "tokens/s at most", "memory_percent": "% memory", "issue_percent": "% issue",
+    "limit_tokens_per_s": "tokens/s at most",
+    "seconds": "s", "seconds of weights": "s reading weights", "memory_percent": "% memory", "issue_percent": "% issue",
 }  # fmt: skip
 """Figures that the table shows, and their units."""
 

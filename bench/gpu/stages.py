@@ -61,6 +61,12 @@ STAGES = {
             ),
         ),
         Stage(
+            name="start",
+            what="worker processes from exec to their first token, 16 GB of weights in the page cache",
+            seconds=200,
+            phases=(Phase(lanes=("start:start_items",), seconds=200),),
+        ),
+        Stage(
             name="lossless",
             what="weights of 12 bits against plain ones: products, then an 8B model",
             seconds=475,

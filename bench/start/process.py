@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.engine.server import free_port
 
@@ -67,15 +68,22 @@ def describe(model: Path, cache: Path, port: int) -> dict[str, object]:
 
 
 @contextmanager
-def running(tree: Path, document: dict[str, object]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def running(
+    tree: Path,
+    document: dict[str, object],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    module: str = "tandem_worker",
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The worker of `tree`, and its log; `environment` is what it has beyond this process's. `module` runs it."""
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder, "config.json"), Path(folder, "log")
         config.write_text(json.dumps(document))
-        environment = os.environ | {"POD_NAME": "bench", "POD_IP": "127.0.0.1"}
-        environment["PYTHONPATH"] = f"{tree / 'worker' / 'src'}:{tree / 'api' / 'src'}"
-        command = [sys.executable, "-m", "tandem_worker", "--config", str(config), "--host", "127.0.0.1"]
+        paths = [f"{tree / 'worker' / 'src'}", f"{tree / 'api' / 'src'}", os.environ.get("PYTHONPATH", "")]
+        own = {"POD_NAME": "bench", "POD_IP": "127.0.0.1", "PYTHONPATH": ":".join(filter(None, paths))}
+        command = [sys.executable, "-m", module, "--config", str(config), "--host", "127.0.0.1"]
         with log.open("wb") as sink:
-            process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink)
+            process = subprocess.Popen(command, env={**os.environ, **own, **environment}, stdout=sink, stderr=sink)
         try:
             yield process, log
         finally:
