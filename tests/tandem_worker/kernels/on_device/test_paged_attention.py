@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_worker import kernels
-from tandem_worker.kernels import reference
+from tandem_worker.kernels import decode_attention, reference
 
 BLOCK_SIZE = 16
 
@@ -61,9 +61,11 @@ def test_a_row_has_the_same_bits_in_every_batch_and_table(paged, randn, half_dty
         assert torch.equal(alone[0], together[row]), f"{length} keys"
 
 
+@pytest.mark.parametrize("at_first", [64, 1])
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"sinks": True}], ids=str)
-def test_layers_of_a_step_share_what_is_listed(paged, randn, device, half_dtype, options):
+def test_layers_of_a_step_share_what_is_listed(paged, randn, device, half_dtype, options, at_first, monkeypatch):
     """More pieces than programs, and rows without any; the list is made once for layers that see the same keys."""
+    monkeypatch.setattr(decode_attention, "_AT_FIRST", at_first if device.type == "cpu" else at_first / 64)
     lengths = [600, 0, 3, 256, 257, 1, 90] * 3
     widths = [1, 1, 2, 4, 1, 1, 5] * 3
     cache, tables, lens = paged(lengths, 2, 16, half_dtype)
@@ -78,8 +80,8 @@ def test_layers_of_a_step_share_what_is_listed(paged, randn, device, half_dtype,
     kernels.paged_decode_attention(q, cache, tables, lens, *rows, work=work, scale=0.2, window=7)
     assert len(work) == 2
     listed = next(iter(work.values())).tolist()
-    count, pieces, items = listed[0], listed[1 : 1 + len(q)], listed[1 + len(q) :]
-    assert len(set(items[:count])) == count
+    count, pieces, items = listed[0], listed[4 : 4 + len(q)], listed[4 + -(-len(q) // 4) * 4 :]
+    assert len({tuple(items[4 * place : 4 * place + 2]) for place in range(count)}) == count
     assert count >= sum(-(-length // 256) or 1 for length in lengths) if not options.get("window") else count >= 21
     assert max(pieces) == (1 if options.get("window") else 3)
 

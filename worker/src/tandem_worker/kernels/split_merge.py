@@ -62,16 +62,16 @@ def tiles_of_split(num_tiles, fewest_tiles, max_splits):
 def _merge_splits_kernel(
     partial_ptr, lse_ptr, sinks_ptr, pieces_ptr, out_ptr,
     num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
-    HAS_SINKS: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pieces = num_splits
     if HAS_PIECES:
         pieces = tl.load(pieces_ptr + row)
-        if not HAS_SINKS:
-            if pieces <= 1:
-                return
+        if not HAS_SINKS and pieces <= 1:
+            return
     splits = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_D)
     first = (row * num_heads + head) * num_splits
