@@ -19,8 +19,11 @@ MOST_LOSS = 0.05
 """Tokens per second that a choice may lose to the guesses of others, beside what it has gained by its own before."""
 MOST_LEAD = 16.0
 """Tokens. An answer that was guessed well for long is not slowed down for as long afterwards."""
-_HOPELESS = 0.75
-"""When the rate has fallen to this much of the best, further guesses are not looked at."""
+
+
+MOST_DEBT = 4.0
+"""Tokens. What an answer has lost by guesses of its own is overlooked up to here: of many answers with good guesses one
+always has bad luck, and the others would wait for it."""
 
 
 def choose_lengths(
@@ -35,26 +38,32 @@ def choose_lengths(
     """How many guesses of each choice to check, `most` in all.
 
     `chances[i][j]` is that of guess j of choice i to be right where those before it are; `num_choices` counts choices
-    without guesses too. `cost(k)` is the duration of a step with k guesses, over one without. `leads[i]`: tokens that
-    choice i is ahead of where it would be without guesses, and may lose again, or has lost too many (below 0);
-    `least_lead`: the least of those of choices without guesses, of which there may be none.
+    without guesses too. `cost(k)` is the duration of a step with k guesses, over one without, and grows with k.
+    `leads[i]`: tokens that choice i is ahead of where it would be without guesses, and may lose again, or has lost too
+    many (below 0); `least_lead`: the least of those of choices without guesses, of which there may be none.
     """
-    ranked = sorted((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul))
-    ahead = [0.0] * len(chances) if leads is None else list(leads)
-    others = least_lead if len(chances) < num_choices else math.inf
-    lengths = [0] * len(chances)
-    best, highest, total = lengths.copy(), LEAST_GAIN, 0.0
-    for count, (value, choice) in enumerate(ranked[:most], start=1):
+    ranked = sorted((-value, choice) for choice, row in enumerate(chances) for value in accumulate(row, mul))[:most]
+    ahead = [0.0] * len(chances) if leads is None else [_overlook(lead) for lead in leads]
+    others = _overlook(least_lead) if len(chances) < num_choices else math.inf
+    at_most = 1 - sum(value for value, _ in ranked) / num_choices
+    best, highest, total = 0, LEAST_GAIN, 0.0
+    for count, (value, choice) in enumerate(ranked, start=1):
         ahead[choice] -= value
         total -= value
-        lengths[choice] += 1
         slower = cost(count)
+        if at_most <= highest * slower:
+            break
         rate = (1 + total / num_choices) / slower
         if rate > highest and 1 + min(others, *ahead) >= slower * (1 - MOST_LOSS):
-            best, highest = lengths.copy(), rate
-        elif rate < highest * _HOPELESS:
-            break
-    return best
+            best, highest = count, rate
+    lengths = [0] * len(chances)
+    for _, choice in ranked[:best]:
+        lengths[choice] += 1
+    return lengths
+
+
+def _overlook(lead: float) -> float:
+    return lead if lead >= 0 else min(0.0, lead + MOST_DEBT)
 
 
 def next_lead(lead: float, right: int, slower: float) -> float:

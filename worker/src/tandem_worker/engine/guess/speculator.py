@@ -17,8 +17,8 @@ _WAVES = 0.02
 """What choosing tokens in several waves costs beside the rows, as a share of a step."""
 _LEAST_AHEAD, _MOST_AHEAD = 0.0, 2.0
 _AHEAD, _AHEAD_WEIGHT = 0.15, 0.05
-"""What running ahead is taken to save before anything was measured, as a share of a step, guessing included, and how
-fast that is learned."""
+"""What running ahead is taken to save before anything was measured, as a share of a step of one row, guessing included,
+and how fast that is learned. It is the host's time, which hardly grows with the rows."""
 _MOST_PAUSE = 7
 """Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
@@ -65,7 +65,7 @@ class Speculator:
         self._max_rows = max_rows
         self._most_rows = most_rows
         self._ahead = _AHEAD if runs_ahead else None
-        """What running ahead saves, as a share of a step; None: steps never do."""
+        """What running ahead saves, as a share of a step of one row; None: steps never do."""
         self._pause = self._misses = 0
         """Steps ahead until somebody looks for guesses again, and looks since that was last worth it."""
         self._may_guess = may_guess
@@ -140,9 +140,9 @@ class Speculator:
 
     def _slowness(self, rows: int) -> Callable[[int], float]:
         """The duration of a step of so many rows and guesses beside them, by their number, over one without any."""
-        relative = self.costs.relative
-        before = relative(rows) / (1 + (self._ahead or 0.0))
-        return lambda count: relative(rows + count) / before + _WAVES
+        relative, ahead = self.costs.relative, self._ahead or 0.0
+        before = relative(rows)
+        return lambda count: (relative(rows + count) + ahead) / before + _WAVES
 
     def without_guesses(self, plan: StepPlan, seconds: float) -> float:
         """What a step that took so many seconds would have taken without guesses, by what rows cost."""
@@ -150,9 +150,10 @@ class Speculator:
         computing = seconds - self._spent_on(plan)
         if not guesses:
             return computing
+        relative = self.costs.relative(rows)
         if self._ahead is not None:
-            computing = seconds / (1 + self._ahead)
-        return computing * self.costs.relative(rows - guesses) / self.costs.relative(rows)
+            computing = seconds * relative / (relative + self._ahead)
+        return computing * self.costs.relative(rows - guesses) / relative
 
     def record(self, plan: StepPlan, right: Mapping[Sequence, int], seconds: float) -> None:
         """A step is over. `right`: how many guesses of a choice saved it a step; where none did it has no entry."""
@@ -172,13 +173,13 @@ class Speculator:
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """A step of decodes alone took so long. One with guesses that could not run ahead says how much that costs, and
         guessing, for which the device has waited too."""
-        predicted = self.costs.predict(plan.num_tokens)
         if self._ahead is not None and plan.guesses:
+            relative, predicted = self.costs.relative(plan.num_tokens), self.costs.predict(plan.num_tokens)
             if predicted is not None:
-                error = seconds / predicted - 1 - self._ahead
+                error = (seconds / predicted - 1) * relative - self._ahead
                 self._ahead += _AHEAD_WEIGHT * max(-1.0, min(1.0, error))
                 self._ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, self._ahead))
-            self.costs.learn(plan.num_tokens, seconds / (1 + self._ahead))
+            self.costs.learn(plan.num_tokens, seconds * relative / (relative + self._ahead))
         else:
             self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
 
