@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.server import free_port
+from tests.ports import free_port
 
 LIMIT_SECONDS = 120.0
 
