@@ -9,7 +9,6 @@ import os
 import platform
 import random
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import uvloop
 
 from bench.gateway.load import Load, RequestShape
 from bench.gateway.peers import PEERS, Engines, Peer
+from tests.ports import free_port
 
 STUB = Path(__file__).with_name("stub.py")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -72,12 +72,6 @@ SLOW_STREAMS, SLOW_SHARE = 2_000, 10
 SLOW_SHAPE = RequestShape(60, 1_000_000, 200)
 UNREAD_SHAPE = RequestShape(10_000, 0, 200)
 """2 MB at once."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(stack: ExitStack, core: int, log: Path, *arguments: object) -> int:

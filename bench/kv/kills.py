@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.engine.server import free_port
+from tests.ports import free_port
 from tests.tandem_worker.process.conftest import build_model
 from tests.tandem_worker.process.forking import Forked, Forker
 

@@ -32,9 +32,9 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError
 from tandem_operator.objects.manifests import INFERENCE_MODEL
 
-from bench.gateway.run import free_port
 from bench.operator.control_plane import NODES, ControlPlane, node
 from bench.operator.verdict import judge
+from tests.ports import free_port
 
 NAMESPACES = 10
 DECODE = 3

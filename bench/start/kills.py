@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.engine.server import free_port
 from bench.start.process import LIMIT_SECONDS, ask, describe, running
 from e2e.model import find_model
+from tests.ports import free_port
 
 HERE = Path(__file__).parents[2]
 TOKENS = 24

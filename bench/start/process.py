@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from bench.engine.server import free_port
+from tests.ports import free_port
 
 LIMIT_SECONDS = 120.0
 

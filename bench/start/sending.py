@@ -34,12 +34,13 @@ from tandem_api import names
 from tandem_api.keys import KEY_BYTES, KeyRing, bearer_token
 from tandem_worker.host.files.layout import Layout, SharedFile
 
-from bench.engine.server import free_port, wait_ready
+from bench.engine.server import wait_ready
 from bench.start.process import describe, running
 from bench.start.reader import ReaderFacts
 from bench.start.starter import REPOSITORY
 from bench.start.starters import MB, SlowHub
 from e2e.model import find_model
+from tests.ports import free_port
 
 HERE = Path(__file__).parents[2]
 READERS = 4

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.engine.server import free_port
 from bench.start.__main__ import HERE
 from bench.start.process import LIMIT_SECONDS, ask, describe, read_cpu_seconds, read_resident_bytes, running
 from e2e.model import find_model
+from tests.ports import free_port
 
 GOAL = 1.5
 """Seconds from the order to the first token."""

@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import selectors
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from tandem_api.keys import KEY_BYTES
 
 from bench.start.starter import CONTENT, REPOSITORY, Facts, content_of
 from e2e.mirror.server import HubHandler, MirrorServer
+from tests.ports import free_port
 
 MB = 1_000_000
 _PIECE = 64 << 10
@@ -106,7 +106,7 @@ class Starters:
         self.digest = hashlib.sha256(content).hexdigest()
         self.key = random.Random(8).randbytes(KEY_BYTES).hex()
         self.hub = SlowHub(home / "mirror", hub_rate)
-        self.ports = _free_ports(count)
+        self.ports = [free_port() for _ in range(count)]
         self.processes: dict[int, subprocess.Popen[str]] = {}
         self._began: dict[int, float] = {}
 
@@ -201,11 +201,3 @@ class Starters:
         for number in list(self.processes):
             self.kill(number)
         self.hub.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from kubernetes import client
 from e2e.cluster.gobuild import Builder
 from e2e.cluster.settings import ROOT, read_settings
 from e2e.suite.fleet import Kubernetes, until
+from tests.ports import free_port
 
 _CONTROLLERS = (
     "statefulset", "deployment", "replicaset", "garbage-collector-controller", "serviceaccount-controller",
@@ -66,12 +66,6 @@ class ControlPlane:
             if process is not but:
                 _end(process)
         self.operators = [process for process in self.operators if process is but]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from e2e.cluster.errors import ClusterError
 from e2e.cluster.gobuild import Builder, find_tool
 from e2e.cluster.settings import ROOT, read_settings
 from e2e.realapi import ControlPlane, start
-from e2e.realapi.control_plane import free_port
 from e2e.release.chart import push_chart, write_chart
 from e2e.releases import WITH_KEYS, export
 from e2e.suite.fleet import Object, until
 from e2e.suite.test_release import CRD
+from tests.ports import free_port
 
 PARTS = ("operator", "gateway", "worker")
 BEFORE, AFTER = "0.99.0", "0.99.1"

@@ -22,11 +22,6 @@ from tests.ports import free_port
 START_SECONDS = 60.0
 
 
-def find_port() -> int:
-    """One that the kernel gives to no connection before a program listens there."""
-    return free_port()
-
-
 class Program:
     """One process, which can be ended, frozen and started again at its address."""
 
@@ -79,10 +74,18 @@ class Program:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+        try:
+            self._await_listening()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _await_listening(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not self._stands_by:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port), 1.0):
                 return
+            assert self._process is not None
             assert self._process.poll() is None, self._log.read_text()[-2000:]
             assert time.monotonic() < deadline, self._log.read_text()[-2000:]
             time.sleep(0.02)
@@ -111,7 +114,7 @@ def build_master(
     folder: Path, *, takes_disks: bool = False, etcd: str | None = None, stands_by: bool = False
 ) -> Program:
     """`etcd`: host:port of the one by which it takes over from another."""
-    port, metrics = find_port(), find_port()
+    port, metrics = free_port(), free_port()
     arguments = [
         "--rpc_address=127.0.0.1",
         f"--rpc_port={port}",
@@ -135,7 +138,7 @@ def find_etcd() -> Path | None:
 @contextlib.contextmanager
 def run_etcd(program: Path, folder: Path) -> Iterator[str]:
     """Its host:port."""
-    client, peers = (f"127.0.0.1:{find_port()}" for _ in range(2))
+    client, peers = (f"127.0.0.1:{free_port()}" for _ in range(2))
     command = [str(program), f"--data-dir={folder / 'etcd'}", "--unsafe-no-fsync"]
     command += [f"--listen-client-urls=http://{client}", f"--advertise-client-urls=http://{client}"]
     command += [f"--listen-peer-urls=http://{peers}", f"--initial-advertise-peer-urls=http://{peers}"]
@@ -162,7 +165,7 @@ def build_holder(
 ) -> Program:
     """`master`: or its address. `disk`: a folder for a file of so many megabytes, with the settings of a pod, but names
     of what is there are written at once and not every minute. `more`: arguments."""
-    port = find_port()
+    port = free_port()
     arguments = [
         "--host=127.0.0.1",
         f"--port={port}",

@@ -18,6 +18,8 @@ from tandem_gateway.process.server import Server
 from tandem_gateway.process.settings import Settings
 from tandem_gateway.scheduling import Worker
 
+from tests.ports import free_port
+
 sys.path.insert(0, str(Path(__file__).parent))  # `processes`, for the tests that need real ones
 from processes import launch, launch_worker  # noqa: F401
 
@@ -75,7 +77,7 @@ class FakeWorker:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

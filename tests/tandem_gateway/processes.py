@@ -13,6 +13,8 @@ import httpx
 import pytest
 from tandem_api.launch import GatewayConfig
 
+from tests.ports import free_port
+
 
 class Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -92,9 +94,11 @@ async def launch_worker() -> AsyncIterator[Callable]:
     """Starts a worker that is a process, and returns it with its port."""
     started: list[asyncio.subprocess.Process] = []
 
-    async def start(*arguments: str) -> tuple[asyncio.subprocess.Process, int]:
+    async def start(port: int = 0) -> tuple[asyncio.subprocess.Process, int]:
         script = Path(__file__).with_name("worker_process.py")
-        process = await asyncio.create_subprocess_exec(sys.executable, str(script), *arguments, stdout=subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), str(port or free_port()), stdout=subprocess.PIPE
+        )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
         async with asyncio.timeout(60):

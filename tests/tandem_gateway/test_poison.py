@@ -59,7 +59,7 @@ class Workers:
             self.deaths += 1
             if not self._restarts:
                 return
-            process, _ = await self._launch(str(port))
+            process, _ = await self._launch(port)
 
     async def stop(self) -> None:
         for watch in self._watches:

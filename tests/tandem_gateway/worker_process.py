@@ -1,6 +1,6 @@
 """A worker as a process: it repeats each prompt, so that nobody can get another one's answer unnoticed.
 
-A prompt with `POISON` in it ends the process as a fault of a kernel does. An argument is the port to listen on.
+A prompt with `POISON` in it ends the process as a fault of a kernel does. The argument is the port to listen on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main() -> None:
-    server = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1]))
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -16,8 +16,8 @@ async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

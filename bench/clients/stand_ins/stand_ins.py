@@ -40,10 +40,15 @@ KITS = "sglang.test.kits."
 """Modules of SGLang that have tests in them: these are theirs."""
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """As that of `tests/ports.py`, which this environment does not have."""
+    _held.append(socket.socket())
+    _held[-1].bind(("0.0.0.0", 0))
+    _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _held[-1].getsockname()[1]
 
 
 class Stack:

@@ -18,6 +18,8 @@ from tandem_api.engines import EngineKind, needs_prefill
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 
+from tests.ports import free_port
+
 PAIRED = ("/v1/chat/completions", "/v1/completions")
 DEFAULT_TOKENS = 5
 
@@ -80,7 +82,7 @@ class EngineDouble:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -21,6 +21,7 @@ from tandem_gateway.scheduling.scheduler import MOST_OTHERS
 from tandem_gateway.workers import telemetry
 from tandem_gateway.workers.telemetry import MAX_BYTES, TelemetryPoller, describe_cache
 
+from tests.ports import free_port
 from tests.tandem_gateway.conftest import until
 
 SAMPLE = WorkerTelemetry(
@@ -88,7 +89,7 @@ class StatusPort:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def start(self) -> StatusPort:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -11,6 +11,7 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.workers import waker as module
 from tandem_gateway.workers.waker import Sleeper, Waker
 
+from tests.ports import free_port
 from tests.tandem_gateway.conftest import until
 
 
@@ -26,7 +27,7 @@ class Worked:
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", port or free_port())
         self.port = self.server.sockets[0].getsockname()[1]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

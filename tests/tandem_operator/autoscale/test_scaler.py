@@ -464,9 +464,11 @@ async def serve(load: Load, **spec: Any) -> AsyncIterator[Cluster]:
         configuration.host = server.url
         client = KubeClient(ApiClient(configuration))
         cluster = Cluster(server, client, load)
-        await look(server, cluster.operator, times=4)
-        yield cluster
-        await client.close()
+        try:
+            await look(server, cluster.operator, times=4)
+            yield cluster
+        finally:
+            await client.close()
 
 
 async def test_bounds_that_change_are_followed_and_told(cluster: Cluster) -> None:

@@ -19,6 +19,7 @@ from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.runtime.metrics import FLEET_REPORTS
 
 from bench.gateway.telemetry import SAMPLE
+from tests.ports import free_port
 
 KEY = ModelKey("n", "m")
 ONE, TWO = "127.0.0.1", "127.0.0.2"
@@ -64,16 +65,18 @@ class Gateways:
 @pytest.fixture
 async def gateways() -> AsyncIterator[Gateways]:
     made = Gateways()
+    made.port = free_port()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", made.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, ONE, 0).start()
-    made.port = runner.addresses[0][1]
-    await web.TCPSite(runner, TWO, made.port).start()
-    yield made
-    made.hangs.set()
-    await runner.cleanup()
+    try:
+        for address in (ONE, TWO):
+            await web.TCPSite(runner, address, made.port).start()
+        yield made
+    finally:
+        made.hangs.set()
+        await runner.cleanup()
 
 
 class Watching:

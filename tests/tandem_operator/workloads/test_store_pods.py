@@ -34,8 +34,10 @@ def run(container: Manifest, places: dict[str, str]) -> Iterator[subprocess.Pope
     command = [sys.executable, *container["command"][4:], *map(here, container["args"])]
     settings = {each["name"]: here(each["value"]) for each in container.get("env", []) if "value" in each}
     with subprocess.Popen(command, env=plan_environment() | settings, stderr=subprocess.DEVNULL) as process:
-        yield process
-        process.terminate()
+        try:
+            yield process
+        finally:
+            process.terminate()
         assert process.wait(15) == 0
 
 

@@ -261,21 +261,23 @@ async def running_worker(
     )  # fmt: skip
     server = await serve(app, "127.0.0.1", 0)
     base = f"http://127.0.0.1:{server.port}"
-    async with (
-        # Without TLS there is nothing to verify, and reading certificates takes longer than a test.
-        httpx.AsyncClient(base_url=base, timeout=120, verify=False) as http,
-        httpx.AsyncClient(verify=False) as transport,
-        openai.AsyncOpenAI(
-            base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120, http_client=transport
-        ) as client,
-    ):
-        try:
-            yield Worker(app, engine, hub, tokenizer, server, client, http, outcomes, state)
-        finally:
-            engine.gate.set()
-    await server.stop()
-    for thread in engine.threads:
-        await asyncio.to_thread(thread.join, 5)
+    try:
+        async with (
+            # Without TLS there is nothing to verify, and reading certificates takes longer than a test.
+            httpx.AsyncClient(base_url=base, timeout=120, verify=False) as http,
+            httpx.AsyncClient(verify=False) as transport,
+            openai.AsyncOpenAI(
+                base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120, http_client=transport
+            ) as client,
+        ):
+            try:
+                yield Worker(app, engine, hub, tokenizer, server, client, http, outcomes, state)
+            finally:
+                engine.gate.set()
+    finally:
+        await server.stop()
+        for thread in engine.threads:
+            await asyncio.to_thread(thread.join, 5)
 
 
 @pytest.fixture(scope="session")

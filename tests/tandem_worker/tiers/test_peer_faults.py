@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from tandem_worker.tiers.book import Load
 from tandem_worker.tiers.peers import find_failing
 from tandem_worker.tiers.stats import TierStats
 
+from tests.ports import free_port
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers import peer_rig
 from tests.tandem_worker.tiers.peer_rig import SLOT_BYTES, Middle, PeerRig
@@ -334,8 +334,7 @@ def test_one_that_gives_a_part_before_it_is_late_gives(make_peer: MakePeer) -> N
 def test_a_worker_tells_of_those_that_cannot_be_reached_until_one_can(make_peer: MakePeer) -> None:
     now = [0.0]
     holder, puller = make_peer(), make_peer(clock=lambda: now[0])
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        nobody = f"127.0.0.1:{sock.getsockname()[1]}"
+    nobody = f"127.0.0.1:{free_port()}"
     for number in range(peer_link.FAILING):
         assert puller.source.stats().reason is None
         prompt = make_prompt(number)

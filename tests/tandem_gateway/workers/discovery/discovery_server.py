@@ -7,6 +7,8 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.ports import free_port
+
 
 class FakeApiServer:
     """Lists `items`; a watch sends what is put into `events`, and ends at None."""
@@ -24,7 +26,7 @@ class FakeApiServer:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:

@@ -217,8 +217,10 @@ def play_leader() -> Iterator[tuple[int, queue.SimpleQueue[ControlLink]]]:
     )
     port = listener.getsockname()[1]
     door.start()
-    yield port, callers
-    door.close()
+    try:
+        yield port, callers
+    finally:
+        door.close()
 
 
 def test_a_stranger_learns_nothing_and_ends_nothing(make_scene: Callable[[int], Scene]) -> None:

@@ -164,9 +164,11 @@ async def small_server(limit: int, **options: bool) -> AsyncIterator[int]:
         await send_json(send, "x" * 20_000_000 if scope["path"] == "/long" else {})
 
     server = await serve(app, "127.0.0.1", 0, max_connections=limit, **options)
-    yield server.port
-    release.set()
-    await server.stop()
+    try:
+        yield server.port
+    finally:
+        release.set()
+        await server.stop()
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:

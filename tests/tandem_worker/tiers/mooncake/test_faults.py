@@ -31,7 +31,8 @@ from tandem_worker.tiers.mooncake.notes import Note, Notes
 from tandem_worker.tiers.mooncake.program import is_answered
 from tandem_worker.tiers.mooncake.tier import RESTART_AFTER, StoreTier
 
-from tests.mooncake.processes import Program, build_holder, build_master, find_port, run_store
+from tests.mooncake.processes import Program, build_holder, build_master, run_store
+from tests.ports import free_port
 from tests.tandem_worker.engine.history_model import greedy_answer
 from tests.tandem_worker.tiers.mooncake.rig import StoreRig
 from tests.tandem_worker.tiers.mooncake.test_program import IMPATIENT, find_children
@@ -210,7 +211,7 @@ def test_one_that_takes_connections_and_answers_nothing_is_to_be_started_again(
 
 
 def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path) -> None:
-    health, notes = find_port(), tmp_path / "notes"
+    health, notes = free_port(), tmp_path / "notes"
     above = [*IMPATIENT, f"--alive={health}", f"--notes={notes}"]
     master = build_master(tmp_path)
     holder = build_holder(tmp_path, master, above=above, more=["--enable_http_server=true", f"--http_port={health}"])

@@ -20,7 +20,7 @@ from tandem_worker.tiers.mooncake.notes import Note, Notes
 from tandem_worker.tiers.mooncake.program import Supervisor, count_allocated, is_answered, parse
 
 from tests.mooncake.library import plan_environment
-from tests.mooncake.processes import find_port
+from tests.ports import free_port
 from tests.tandem_worker.tiers.rig import wait_until
 
 COMMAND = [sys.executable, "-m", "tandem_worker.tiers.mooncake.program"]
@@ -45,7 +45,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def test_a_holder_without_a_master_is_tried_again_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
-    port, master = find_port(), find_port()
+    port, master = free_port(), free_port()
     arguments = ["mooncake_client", "--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE"]
     arguments += [f"--master_server_address=127.0.0.1:{master}", "--global_segment_size=16 MB", "--logtostderr"]
     environment = plan_environment() | {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_CONNECT_TIMEOUT_MS": "1000"}
@@ -77,9 +77,9 @@ def test_a_machine_without_its_libraries_says_so_and_stays() -> None:
 
 
 def test_a_program_that_runs_ends_with_this_one() -> None:
-    port = find_port()
+    port = free_port()
     arguments = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1"]
-    arguments += [f"--metrics_port={find_port()}", "--logtostderr"]
+    arguments += [f"--metrics_port={free_port()}", "--logtostderr"]
     with subprocess.Popen([*COMMAND, *arguments], env=plan_environment(), stderr=subprocess.PIPE, text=True) as process:
         read_until(process, "Master service started")
         (child,) = find_children(process.pid)
@@ -94,9 +94,9 @@ def test_a_program_that_runs_ends_with_this_one() -> None:
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process above a master that answers at a port, and takes it to hang after a second."""
-    port = find_port()
+    port = free_port()
     options = [f"--alive={port}", f"--notes={tmp_path}"]
-    arguments = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={find_port()}"]
+    arguments = ["mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={free_port()}"]
     arguments += ["--metrics_host=127.0.0.1", f"--metrics_port={port}", "--logtostderr"]
     command = [*IMPATIENT, *options, *arguments]
     with subprocess.Popen(command, env=plan_environment(), stderr=subprocess.DEVNULL) as process:
