@@ -6,9 +6,9 @@ many tokens of a sequence as it has room for, so a key is read once per KV head 
 Flash-Decoding's split over the context gives a lone sequence several programs.
 
 What there is to read is listed on the device first, once for all layers that see the same keys: a tile of a sequence's
-tokens and a piece of its context each. Nobody on the host knows the list's length: more programs than most steps need take
-a piece each, and a few go through what is left. So a captured CUDA graph serves all lengths that fit its block table at
-about the cost of those that there are, and every way in which its tokens may belong to sequences.
+tokens and a piece of its context each. Nobody on the host knows the list's length: more programs than most steps need
+take a piece each, and a few go through what is left. So a captured CUDA graph serves all lengths that fit its block
+table at about the cost of those that there are, and every way in which its tokens may belong to sequences.
 
 A row has the same bits decoded, among guesses, alone and in company: the tile's shape is one for all, a row's cuts
 follow from its own context, and keys that only other rows of the tile see change nothing of it (weights of exactly 0,
