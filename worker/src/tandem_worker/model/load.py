@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import WeightsForm
@@ -32,6 +34,9 @@ from tandem_worker.model.families.registry import find_family
 from tandem_worker.model.gguf_keys import gguf_architecture, translate_metadata
 from tandem_worker.model.prepared.weights import PreparedWeights
 from tandem_worker.parallel.context import SINGLE, ParallelContext
+
+if TYPE_CHECKING:
+    from tandem_worker.model.checkpoint.upload import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +95,7 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    with torch.inference_mode():
+    with torch.inference_mode(), _open_uploads(device) as uploads:
         config = settle_output_matrix(config, source, prefix)
         taken = check_coverage(config, family, source, prefix)
         asks = weights == "Auto" and parts.lossless is not None
@@ -109,6 +114,7 @@ def _load(
             packer=None if make_packer is None else make_packer(),
             shrink=None if lossless is None else lossless.shrink,
             prepared=prepared,
+            uploads=uploads,
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     if lossless is not None and lossless.connect is not None:
@@ -126,6 +132,14 @@ def _load(
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
+
+
+def _open_uploads(device: torch.device) -> AbstractContextManager[Uploads | None]:
+    if device.type != "cuda":
+        return nullcontext()
+    from tandem_worker.model.checkpoint.upload import open_uploads
+
+    return open_uploads(device)
 
 
 def count_matrix_bytes(source: WeightSource, names: Iterable[str]) -> int:

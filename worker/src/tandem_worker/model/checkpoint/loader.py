@@ -21,6 +21,7 @@ from tandem_worker.model.prepared.weights import PreparedWeights
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.upload import Uploads
 
 Made = TypeVar("Made", torch.Tensor, torch.Tensor | None)
 
@@ -78,12 +79,13 @@ class WeightLoader:
         packer: Packer | None = None,
         prepared: PreparedWeights | None = None,
         shrink: Callable[[torch.Tensor], Weight | None] | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply.
 
         `packer` makes matrices of bfloat16 on the CPU, where there are kernels for that; `prepared` has what it made at
         an earlier start, or keeps it for the next. `shrink` makes a plain matrix on the device one of 12 bits a weight,
-        where it gets smaller by that.
+        where it gets smaller by that. `uploads` fills large tensors on the device meanwhile.
         """
         self.source = source
         self.dtype = dtype
@@ -95,6 +97,7 @@ class WeightLoader:
         self._prefix = prefix
         self._packer = packer
         self._shrink = shrink
+        self._uploads = uploads
         self._prepared = prepared if packer is not None else None
 
     @property
@@ -128,9 +131,18 @@ class WeightLoader:
         start = 0
         for part in parts:
             rows = part.local_shape[0]
-            result[start : start + rows].copy_(self.read(part))
+            target = result[start : start + rows]
+            if not self._upload(target, part):
+                target.copy_(self.read(part))
             start += rows
         return result
+
+    def _upload(self, target: torch.Tensor, part: Part) -> bool:
+        """Whether the part is on its way to `target`, which others then wait for."""
+        if self._uploads is None:
+            return False
+        stored = self.source.stored(self._find(part))
+        return stored is not None and self._uploads.fill(target, stored, part.piece)
 
     def matrix(self, parts: Sequence[Part], *, stacked: bool = False) -> Weight | PackedWeight:
         """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow.
@@ -159,6 +171,8 @@ class WeightLoader:
     def shrink(self, weight: torch.Tensor) -> Weight:
         """A plain matrix `[N, K]`, or experts `[E, N, K]`, in 12 bits a weight where the backend multiplies such ones
         on the device; else as it is."""
+        if self._shrink is not None and self._uploads is not None:
+            self._uploads.settle()
         made = None if self._shrink is None else self._shrink(weight)
         if made is None or isinstance(made, torch.Tensor):
             return weight
