@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -10,68 +11,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tandem_worker.host.errors import StartupError
+from tandem_worker.model.checkpoint.carrying import Carriers, Span
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.checkpoint.stored import Slice, Stored
-from tandem_worker.model.checkpoint.upload import Span, Uploads, find_span, open_uploads
+from tandem_worker.model.checkpoint.upload import Uploads, find_span, open_uploads
 
 CPU = torch.device("cpu")
 
 
-class LateCopies:
-    """Copies when it must at the latest: what is in a buffer by then is what arrives."""
+class SlowLane:
+    """Carries to memory of the host, after a while."""
 
-    def __init__(self, size: int, *, late: bool = True, broken: bool = False) -> None:
-        self.buffers = [np.zeros(size, np.uint8) for _ in range(2)]
-        self.closed = False
-        self._late, self._broken = late, broken
-        self._launched: list[torch.Tensor | None] = [None, None]
+    def __init__(self, size: int, *, broken: bool = False) -> None:
+        self.buffer = memoryview(bytearray(size))
+        self._broken = broken
 
-    def launch(self, target: torch.Tensor, number: int, after: Any) -> None:
-        assert after == "mark"
+    def carry(self, address: int, size: int) -> None:
         if self._broken:
             raise RuntimeError("the device is gone")
-        assert self._launched[number] is None, "a buffer was overwritten on its way"
-        self._launched[number] = target
-        if not self._late:
-            self.wait(number)
-
-    def wait(self, number: int) -> None:
-        target, self._launched[number] = self._launched[number], None
-        if target is not None:
-            time.sleep(random.random() * 1e-4)
-            target.copy_(torch.from_numpy(self.buffers[number][: target.nbytes]))
-
-    def settle(self) -> None:
-        with torch.inference_mode():
-            self.wait(0)
-            self.wait(1)
-
-    def close(self) -> None:
-        self.closed = True
+        time.sleep(random.random() * 1e-4)
+        ctypes.memmove(address, bytes(self.buffer[:size]), size)
 
 
 @contextmanager
-def uploading(piece: int = 64, *, readers: int = 3, least: int = 1, **options: Any) -> Iterator[Uploads]:
-    made: list[LateCopies] = []
+def uploading(piece: int = 64, *, readers: int = 3, least: int = 1, broken: bool = False) -> Iterator[Uploads]:
+    opened: list[SlowLane] = []
 
-    def build() -> LateCopies:
-        made.append(LateCopies(piece, **options))
-        return made[-1]
+    @contextmanager
+    def open_lane(size: int) -> Iterator[SlowLane]:
+        lane = SlowLane(size, broken=broken)
+        opened.append(lane)
+        yield lane
+        opened.remove(lane)
 
-    with (
-        torch.inference_mode(),
-        Uploads(build, num_readers=readers, mark=lambda: "mark", piece=piece, least=least) as uploads,
-    ):
+    carriers = Carriers(open_lane, readers, piece)
+    with torch.inference_mode(), Uploads(carriers, settle_device=lambda: None, least=least) as uploads:
         yield uploads
-    assert all(copies.closed for copies in made)
+    assert not opened
+    assert not any(thread.is_alive() for thread in carriers.threads)
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> SafetensorsSource:
@@ -104,19 +88,18 @@ def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Part]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(stacks(), st.integers(1, 300), st.integers(1, 400), st.booleans())
+@given(stacks(), st.integers(1, 300), st.integers(1, 400))
 def test_what_arrives_is_what_is_copied(
     tmp_path_factory: pytest.TempPathFactory,
     stack: tuple[dict[str, torch.Tensor], list[Part]],
     piece: int,
     least: int,
-    late: bool,
 ) -> None:
     tensors, parts = stack
     source = write(tmp_path_factory.mktemp("model"), tensors)
     for dtype in (torch.bfloat16, torch.float32):
         plain = build_loader(source, None, dtype)
-        with uploading(piece, least=least, late=late) as uploads:
+        with uploading(piece, least=least) as uploads:
             loader = build_loader(source, uploads, dtype)
             whole, alone = loader.stack(parts), [loader.stack([part]) for part in parts]
         assert torch.equal(whole, plain.stack(parts))
@@ -230,7 +213,7 @@ def test_a_load_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     parts = [Part(name=name, shape=(500, 4)) for name in ("t", "other")]
     with pytest.raises(StartupError, match="lacks tensor other"), uploading() as uploads:
         build_loader(source, uploads, torch.float32).stack(parts)
-    assert not any(thread.is_alive() for thread in uploads._threads)
+    assert not any(thread.is_alive() for thread in uploads._carriers.threads)
 
 
 @pytest.mark.gpu

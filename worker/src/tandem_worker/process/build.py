@@ -18,7 +18,8 @@ from tandem_api.launch import SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 
 from tandem_worker.host.collector import release_collector
-from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.cuda import expects_gpu
+from tandem_worker.host.environment import PodFacts, observe_threads
 from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.backends.form import CPU_RATIOS, list_forms, rows_of
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
+    from tandem_worker.model.checkpoint.image import Image
     from tandem_worker.model.contract import CausalLM
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
@@ -100,6 +102,7 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._on_gpu = expects_gpu(config.device)
         self._kernels: PreparedKernels | None = None
         self._draft: Path | None = None
         """The files of the draft head that the configuration names, once they are fetched."""
@@ -120,9 +123,8 @@ class _Start:
             step("digest", "hashing the model", _await_digest, "hashing"),
             self._describe_seat(),
             *self._describe_standby(),
-            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat", *self._gate),
+            *self._describe_weights(),
             step("memory", "looking at the memory", _open_ledger, "device"),
-            step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("transports", "opening the KV transports", self._open_transports, "libraries"),
@@ -202,6 +204,28 @@ class _Start:
         _rehearse(path, device, self._draft, self._config.speculative)
         self._standby.wait()
 
+    def _describe_weights(self) -> list[Step]:
+        """What an earlier start prepared is found by the digest. For a GPU nothing is prepared, so nothing waits for
+        the digest there, and files are read before torch is there."""
+        needs, gate = ("fetch", "device", "seat", "prepared", "memory"), self._gate
+        what, loading = "looking for prepared weights", "loading weights"
+        if not self._on_gpu:
+            return [
+                Step(name="prepared", what=what, run=self._open_prepared, needs=("digest", "seat", *gate)),
+                Step(name="weights", what=loading, run=self._load_weights, needs=needs),
+            ]
+        return [
+            Step(name="prepared", what=what, run=lambda *_: None, needs=gate),
+            Step(name="image", what="reading weights", run=self._read_image, needs=("fetch", *gate)),
+            Step(name="weights", what=loading, run=self._load_weights, needs=(*needs, "image")),
+        ]
+
+    def _read_image(self, path: Path, *_: None) -> Image | None:
+        """The model's files in the GPU's memory; not in a group, each rank of which takes a part."""
+        from tandem_worker.model.checkpoint.image import read_image
+
+        return None if self._group is not None else read_image(path, observe_threads())
+
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
         if self._group is None:
@@ -233,8 +257,9 @@ class _Start:
         path: Path,
         device: torch.device,
         seat: GroupSeat | None,
-        prepared: PreparedWeights,
+        prepared: PreparedWeights | None,
         memory: MemoryLedger,
+        image: Image | None = None,
     ) -> CausalLM:
         """This rank's share."""
         from tandem_worker.host.devices import resolve_dtype
@@ -254,11 +279,13 @@ class _Start:
             weights=weights,
             rows=rows,
             told=memory.note_choice,
+            image=image,
         )
+        memory.image = image
         model = attach_head(model, path, self._draft, self._config.speculative)
         memory.by_kind["weights"] = count_weight_bytes(model)
         memory.matrices = count_matrices(model)
-        if prepared.is_whole and self._progress.origin == "files":
+        if prepared is not None and prepared.is_whole and self._progress.origin == "files":
             self._progress.origin = "prepared"
         return model
 
@@ -383,7 +410,7 @@ class _Start:
         generation: Generation,
         client: TcpPrefillClient | None,
         server: TcpPrefillServer | None,
-        prepared: PreparedWeights,
+        prepared: PreparedWeights | None,
         memory: MemoryLedger,
         tiers: Tiers | None,
         *_: None,

@@ -47,7 +47,8 @@ class Worker:
     figures: Figures
     engine: EngineCore
     pages: BlockPages
-    prepared: PreparedWeights
+    prepared: PreparedWeights | None
+    """None for a GPU."""
     kernels: PreparedKernels | None
     """None where there is no GPU."""
     hub: DeltaHub
@@ -76,7 +77,8 @@ class Worker:
 
     def _save_prepared(self) -> None:
         """What the next start need not make again. Kernels are all there once every batch size is recorded."""
-        self.prepared.save()
+        if self.prepared is not None:
+            self.prepared.save()
         if self.kernels is None:
             return
         deadline = time.monotonic() + _MOST_RECORDING_SECONDS
