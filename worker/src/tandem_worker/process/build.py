@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
+    from tandem_worker.process.known import KnownStart
     from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.tiers.shelf import Shelf
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 0.0005
 
 
 def build_worker(
@@ -74,7 +79,8 @@ def build_worker(
     What else was begun goes on then: whoever calls this ends the process.
     """
     start = _Start(config, pod, runtime, progress, switches, group, refusals or {}, standby)
-    built: Worker = run_steps(start.list_steps(), progress)["worker"]
+    with start.sharing_interpreter():
+        built: Worker = run_steps(start.list_steps(), progress)["worker"]
     start.settle(built)
     return built
 
@@ -104,6 +110,7 @@ class _Start:
         self._store = open_store(config.model.cache_dir)
         self._on_gpu = expects_gpu(config.device)
         self._kernels: PreparedKernels | None = None
+        self._known: KnownStart | None = None
         self._draft: Path | None = None
         """The files of the draft head that the configuration names, once they are fetched."""
 
@@ -129,13 +136,13 @@ class _Start:
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("transports", "opening the KV transports", self._open_transports, "libraries"),
             step("client", "opening the KV client", self._open_client, "transports"),
-            step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
+            step("arena", "measuring activations", self._measure_arena, "weights", "memory", "fetch"),
             step(
                 *("engine", "allocating the KV cache", self._build_engine),
                 *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
             ),
             step("tiers", "opening the tiers", self._open_tiers, "engine", "digest"),
-            step("warm_up", "warming up", _warm_up, "engine", "weights", "tiers"),
+            step("warm_up", "warming up", self._warm_up, "engine", "weights", "tiers"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
                 *("engine", "client", "digest", "seat", "tiers", "transports", "warm_up"),
@@ -146,6 +153,18 @@ class _Start:
                 *("tiers", "server", "warm_up"),
             ),
         ]
+
+    @contextmanager
+    def sharing_interpreter(self) -> Iterator[None]:
+        """Imports keep the interpreter from threads that read and hash beside them, which need it for a moment after
+        every piece: on a GPU's start it goes round faster."""
+        usual = sys.getswitchinterval()
+        if self._on_gpu:
+            sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual)
 
     def settle(self, worker: Worker) -> None:
         """Everything that stays is there."""
@@ -331,7 +350,7 @@ class _Start:
             transports=transports,
         )
 
-    def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
+    def _measure_arena(self, model: CausalLM, memory: MemoryLedger, path: Path) -> int | None:
         """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
         nothing is sized by it, so a worker that was woken, for which somebody waits, does without."""
         from tandem_worker.engine.execute.arena import measure_arena
@@ -340,13 +359,24 @@ class _Start:
         if self._group is not None or (self._is_woken and model.device.type == "cpu"):
             return None
         limits = self._config.scheduler
-        memory.by_kind["arena"] = measure_arena(
-            model,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_rows=count_logits_rows(self._config.speculative, limits.max_running_requests),
-            block_size=self._config.kv.block_size,
+        if self._kernels is not None:
+            from tandem_worker.process.known import find_known_start
+
+            records = self._pod.cuda_graphs
+            self._known = find_known_start(self._store, self._kernels, self._config, path, records=records)
+        memory.by_kind["arena"] = self._measure(
+            "activations",
+            lambda: measure_arena(
+                model,
+                max_batch_tokens=limits.max_batch_tokens,
+                max_rows=count_logits_rows(self._config.speculative, limits.max_running_requests),
+                block_size=self._config.kv.block_size,
+            ),
         )
         return memory.by_kind["arena"]
+
+    def _measure(self, name: str, run: Callable[[], int]) -> int:
+        return run() if self._known is None else self._known.measure(name, run)
 
     def _build_engine(
         self,
@@ -370,12 +400,20 @@ class _Start:
             model_digest=digest,
             cuda_graphs=self._pod.cuda_graphs and seat is None,
             arena_bytes=arena,
+            measure=self._measure,
             ranks=seat,
             vitals=self._runtime.vitals,
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         return engine, ends
+
+    def _warm_up(self, built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
+        engine, ends = built
+        if engine.graphs_pending:
+            engine.hold_recordings(held=True)
+        compiles = model.device.type == "cuda" and (self._known is None or not self._known.is_complete)
+        warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, compiles=compiles))
 
     def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
         kv = self._config.kv
@@ -448,6 +486,7 @@ class _Start:
             pages=pages,
             prepared=prepared,
             kernels=self._kernels,
+            known=self._known,
             hub=hub,
             prefill_server=server,
             prefill_client=client,
@@ -535,12 +574,6 @@ def _await_digest(hashing: list[ModelDigest]) -> str:
 
 def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
-
-
-def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
-    engine, ends = built
-    on_gpu = model.device.type == "cuda"
-    warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
 
 
 def _connect_transport(

@@ -64,10 +64,10 @@ class WeightFile:
             entry.name: Span(self.first + entry.start, entry.nbytes)
             for entry in (() if self.header is None else self.header.entries)
         }
-        """Where each tensor lies."""
+        """Places of tensors, by their names."""
 
     def _read_header(self) -> tuple[int, Header | None]:
-        """Where data begins, and the header; None where it is not as it should be, for others to say why."""
+        """The place where data begins, and the header; None if it is not as it should be, for others to say why."""
         try:
             size = os.fstat(self._fd).st_size
             length = header_length(os.pread(self._fd, LENGTH, 0), size)
