@@ -101,7 +101,7 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    with torch.inference_mode(), _open_uploads(device) as uploads:
+    with torch.inference_mode(), _open_uploads(device, image) as uploads:
         config = settle_output_matrix(config, source, prefix)
         taken = check_coverage(config, family, source, prefix)
         asks = weights == "Auto" and parts.lossless is not None
@@ -141,8 +141,8 @@ def _load(
     return model
 
 
-def _open_uploads(device: torch.device) -> AbstractContextManager[Uploads | None]:
-    if device.type != "cuda":
+def _open_uploads(device: torch.device, image: Image | None) -> AbstractContextManager[Uploads | None]:
+    if device.type != "cuda" or image is not None:
         return nullcontext()
     from tandem_worker.host.cuda import CudaError
     from tandem_worker.model.checkpoint.upload import open_uploads
