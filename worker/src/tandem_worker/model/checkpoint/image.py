@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem_worker.host.cuda import CudaError, Driver
-from tandem_worker.model.checkpoint.carrying import Carriers, Lane, Span, WeightFile, opened
+from tandem_worker.model.checkpoint.carrying import MOST_READERS, Carriers, Lane, Span, WeightFile, opened
 from tandem_worker.model.checkpoint.files import find_safetensors, is_packed
 from tandem_worker.model.checkpoint.header import Entry
 
@@ -172,17 +172,17 @@ def _wrap(content: Any) -> torch.Tensor:
     return torch.as_tensor(content, device="cuda")
 
 
-def read_image(path: Path, num_readers: int) -> Image | None:
+def read_image(path: Path, num_threads: int) -> Image | None:
     """The checkpoint in the folder `path` on GPU 0, whose context is open from then on. None where there is no GPU, it
     has no room, or the loader would not take the tensors as they are. Raises StartupError where a file cannot be read.
     """
-    began = time.perf_counter()
     try:
         driver = Driver()
         files = find_plain(path)
         if not files or sum(file.stat().st_size for file in files) > _FREE_SHARE * driver.free_bytes():
             return None
-        image, carriers = Image(driver), Carriers(driver.open_lane, num_readers, PIECE)
+        began = time.perf_counter()
+        image, carriers = Image(driver), Carriers(driver.open_lane, max(1, min(MOST_READERS, num_threads)), PIECE)
         try:
             with opened(files) as sources:
                 try:
