@@ -20,6 +20,7 @@ SHARD_BYTES = 5 << 30
 _PIECE = 1 << 24
 """Weights that are drawn; every matrix repeats them."""
 _SCALE = 0.015
+_END = "<|endoftext|>"
 
 
 def write_checkpoint(folder: Path, raw: Mapping[str, Any], *, shard_bytes: int = SHARD_BYTES) -> int:
@@ -76,7 +77,7 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], piece: memor
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Bytes, and merges of two and more of them until there are `vocab_size` tokens: as long to load as a real one."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary = {text: number for number, text in enumerate([_END, *letters])}
     merges: list[tuple[str, str]] = []
     for left, right in itertools.product(itertools.chain(letters, _pairs(letters)), letters):
         if len(vocabulary) >= vocab_size:
@@ -86,8 +87,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([_END])
     inner.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": letters[0]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

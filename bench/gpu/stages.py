@@ -18,6 +18,7 @@ GPU_TESTS = (
     "tests/tandem_worker/kernels/on_device/test_sampling.py",
     "tests/tandem_worker/kernels/on_device/test_elementwise.py",
     "tests/tandem_worker/kernels/on_device/test_fused_qkv.py",
+    "tests/tandem_worker/model/checkpoint/test_upload.py",
     "tests/tandem_worker/tiers/test_memory.py",
     "tests/tandem_worker/transfer/test_device_blocks.py",
 )

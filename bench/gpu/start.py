@@ -10,8 +10,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.engine.server import free_port
 from bench.gpu.checkpoint import write_checkpoint
@@ -22,7 +24,7 @@ from bench.start.process import ask, describe, read_cpu_seconds, read_resident_b
 ROOT = Path(__file__).parents[2]
 FIRST_TOKEN_GOAL, WEIGHTS_GOAL = 3.0, 1.0
 """Seconds from exec to the first token where kernels are kept, and of these reading weights."""
-LATER_STARTS = 4
+LATER_STARTS = 2
 _FIRST_SECONDS, _LATER_SECONDS, _KEEPING_SECONDS = 75.0, 22.0, 25.0
 _TAIL = 3000
 _LINES, _LINE = 150, 120
@@ -37,7 +39,8 @@ class Starts:
         self.model, self.cache = (Path(self._folder.name, name) for name in ("model", "cache"))
         self.model.mkdir()
         self.num_bytes = 0
-        self.found: list[Figures] = []
+        self.found: dict[int, Figures] = {}
+        """By their number, that of the first being 0."""
 
     def write(self) -> Figures:
         began = time.perf_counter()
@@ -45,7 +48,13 @@ class Starts:
         self.num_bytes = write_checkpoint(self.model, raw, **({"shard_bytes": 60_000} if self._setting.tiny else {}))
         return {"bytes": self.num_bytes, "seconds to write": time.perf_counter() - began}
 
-    def start(self, number: int) -> Figures:
+    def look(self) -> Figures:
+        """A start whose threads are looked at: where its time goes. Looking takes some of it."""
+        path = Path(self._folder.name, "stacks")
+        figures = self.start(LATER_STARTS + 1, {"BENCH_STACKS": str(path)})
+        return {"steps": figures["steps"], "stacks": json.loads(path.read_text()) if path.exists() else {}}
+
+    def start(self, number: int, more: Mapping[str, str] = MappingProxyType({})) -> Figures:
         """One worker, from its exec until it has answered and keeps what the next needs."""
         if not self.num_bytes:  # another process of this lane wrote a checkpoint, and took it along
             self.write()
@@ -53,11 +62,12 @@ class Starts:
         port = free_port()
         device = "CUDA" if self._setting.device == "cuda" else "CPU"
         document = describe(self.model, self.cache, port) | {"device": device}
-        kernels = Path(self._folder.name, f"kernels-{number}")
+        kernels = Path(self._folder.name, f"kernels-{number}{'-looked-at' * bool(more)}")
         environment = {
             "TRITON_CACHE_DIR": str(kernels),
             "TERMINATION_MESSAGE_PATH": str(Path(self._folder.name, "termination")),
             **({"CC": "/bin/false"} if number == LATER_STARTS else {}),
+            **more,
         }
         with running(ROOT, document, environment, module="bench.gpu.kept") as (process, log):
             began = time.monotonic()
@@ -70,14 +80,17 @@ class Starts:
             figures["resident bytes"] = read_resident_bytes(process.pid)
             figures["kernel files at first token"] = _count_files(kernels)
             again = time.monotonic()
-            ask(port)
+            text = json.loads(ask(port, 8))["choices"][0]["text"]
             figures["seconds of second answer"] = time.monotonic() - again
+            if more:
+                time.sleep(1.5)  # until it has written what it saw
+            figures["answer"] = zlib.crc32(text.encode())
             if number == 0 and device == "CUDA":
                 _await_line(log, "compiled kernels are kept", _KEEPING_SECONDS)
             figures |= self._read(log)
         figures["kernel files"] = _count_files(kernels)
         figures["kernel files put back"] = figures["fields"].get("compiled kernels are put back", {}).get("files", 0)
-        self.found.append(figures)
+        self.found[number] = figures
         return figures
 
     def _read(self, log: Path) -> Figures:
@@ -89,8 +102,9 @@ class Starts:
         ready = fields.get("serving bench", {})
         seconds = ready.get("seconds", {})
         figures: Figures = {"steps": ready.get("steps", {}), "step seconds": seconds, "memory": ready.get("memory", {})}
-        if (took := seconds.get("weights", 0.0)) > 0:
-            figures["seconds of weights"], figures["weights GB/s"] = took, self.num_bytes / took / 1e9
+        read = fields.get("weights are on the device", {})
+        figures["seconds of weights"] = read.get("seconds", 0.0) or seconds.get("weights", 0.0)
+        figures["weights GB/s"] = self.num_bytes / max(figures["seconds of weights"], 1e-9) / 1e9
         figures["fields"] = {
             message[:_LINE]: extras for message, extras in fields.items() if extras and message != "serving bench"
         }
@@ -100,7 +114,7 @@ class Starts:
     def compare(self) -> Figures:
         """The starts after the first with the goals, and whether any of them compiled anything. The last call."""
         self._folder.cleanup()
-        later = self.found[1:]
+        later = [self.found[number] for number in range(1, LATER_STARTS + 1) if number in self.found]
         first, weights = (
             statistics.median(each[name] for each in later) for name in ("seconds", "seconds of weights")
         )  # fmt: skip
@@ -108,7 +122,8 @@ class Starts:
         figures: Figures = {
             "seconds": first, "goal": FIRST_TOKEN_GOAL, "seconds of weights": weights, "goal of weights": WEIGHTS_GOAL,
             "weights GB/s": self.num_bytes / weights / 1e9, "first start": self.found[0]["seconds"],
-            "all": [each["seconds"] for each in later], "kernel files compiled": compiled,
+            "all": [each["seconds"] for each in later],
+            "answers": len({each["answer"] for each in self.found.values()}), "kernel files compiled": compiled,
         }  # fmt: skip
         figures["met"] = first <= FIRST_TOKEN_GOAL and weights <= WEIGHTS_GOAL and not any(compiled)
         return figures
@@ -124,13 +139,18 @@ def start_items(setting: Setting) -> Iterator[Item]:
         name="first start", seconds=_FIRST_SECONDS + _KEEPING_SECONDS + 25, needs=("checkpoint",),
         run=lambda: starts.start(0),
     )  # fmt: skip
-    later = [f"start {number}" for number in range(1, LATER_STARTS + 1)]
-    for number, name in enumerate(later, 1):
+    for number in range(1, LATER_STARTS + 1):
         yield Item(
-            name=name, seconds=_LATER_SECONDS + 25, needs=("first start",),
+            name=f"start {number}", seconds=_LATER_SECONDS + 25, needs=("first start",),
             run=lambda number=number: starts.start(number),
         )  # fmt: skip
-    yield Item(name="goals", needs=(later[0],), run=starts.compare)
+        if number == 1:  # what is worth most comes first
+            yield Item(
+                name="start with parts of torch left for later", seconds=_LATER_SECONDS + 25, needs=("first start",),
+                run=lambda: starts.start(LATER_STARTS + 2, {"BENCH_POSTPONED": "1"}),
+            )  # fmt: skip
+            yield Item(name="where time goes", seconds=_LATER_SECONDS + 25, needs=("first start",), run=starts.look)
+    yield Item(name="goals", needs=("start 1",), run=starts.compare)
 
 
 def _count_files(folder: Path) -> int:

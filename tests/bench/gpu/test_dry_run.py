@@ -27,7 +27,7 @@ EXPECTED = {
         "host memory, 400",
         "torch with SDPA, recorded, x3",
     ],
-    "start": ["checkpoint", "first start", "start 4", "goals"],
+    "start": ["checkpoint", "first start", "where time goes", "start 2", "goals"],
     "lossless": ["products of layer M=8", "products of layer M=80", "decode x3", "first token of 40"],
     "variants": ["paged_decode_attention tiny B=3 C=40: 1 split"],
     "tools": ["memcheck of decode", "counters of paged_decode_attention"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,31 @@ def edit(folder: Path, change: Edit, **config: Any) -> None:
 
 def add(**tensors: torch.Tensor) -> Edit:
     return lambda held: held.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
+
+
+CHECK = """
+import sys
+from pathlib import Path
+import torch
+from tandem_worker.model.coverage import check_coverage, settle_output_matrix
+from tandem_worker.model.load import find_family, find_prefix, open_checkpoint
+for folder in sys.argv[1:]:
+    config, source = open_checkpoint(Path(folder))
+    prefix = find_prefix(source)
+    with torch.inference_mode():
+        config = settle_output_matrix(config, source, prefix)
+        check_coverage(config, find_family(config.architecture), source, prefix)
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_no_family_imports_compilers(tmp_path: Path) -> None:
+    """A torch that is imported whole computes some shapes in Python, and imports its compilers with the first: 5 s."""
+    for family in FAMILIES:
+        save_family(family, tmp_path / family)
+    folders = [str(tmp_path / family) for family in FAMILIES]
+    done = subprocess.run([sys.executable, "-c", CHECK, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def load(folder: Path, **options: Any) -> Any:

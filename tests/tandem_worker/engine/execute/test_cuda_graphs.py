@@ -99,6 +99,23 @@ def test_sizes_that_a_start_leaves_are_recorded_between_steps(make_rig: MakeRig)
     assert engine.graphs_pending == 0
 
 
+def test_recordings_wait_for_first_answers(make_rig: MakeRig) -> None:
+    rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 12})
+    engine = rig.engine
+    engine._executor.record_graphs(CallAgain(), num_now=1)
+    pending = engine.graphs_pending
+    engine.hold_recordings(held=True)
+    rig.submit("r", (1, 2, 3), 12)
+    rig.wait()
+    assert rig.out.tokens("r") == greedy_answer((1, 2, 3), 12)
+    assert engine.graphs_pending == pending > 0
+    engine.hold_recordings(held=False)  # which wakes an engine that has nothing else to do
+    deadline = time.monotonic() + 10
+    while engine.graphs_pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.graphs_pending == 0
+
+
 def test_what_earlier_steps_left_is_padding_while_more_is_recorded() -> None:
     model, written = PaddedModel(), []
     cache = allocate_kv_cache(model.kv_cache_spec(4), 8, torch.device("cpu"))

@@ -36,6 +36,15 @@ _CPU_STEP_SECONDS = 0.5
 """A CPU prefills so slowly that full chunks would stall decodes and aborts for seconds."""
 
 
+Measure = Callable[[str, Callable[[], int]], int]
+"""What was measured under a name, or what a function measures now."""
+
+
+def _measure_now(name: str, run: Callable[[], int]) -> int:
+    del name
+    return run()
+
+
 def build_engine(
     model: CausalLM,
     config: WorkerConfig,
@@ -46,6 +55,7 @@ def build_engine(
     model_digest: str = "",
     cuda_graphs: bool = False,
     arena_bytes: int | None = None,
+    measure: Measure = _measure_now,
     runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
     ranks: ExecutorBuilder | None = None,
@@ -58,14 +68,14 @@ def build_engine(
 
     The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps on a
     GPU: that of one sequence at once, the others between steps. `arena_bytes` is what activations take
-    (`arena.measure_arena`), None where that is not measured. A prefill client that needs the engine's `kv_cache` may be
-    set afterwards, as `engine.prefill_client`. With `ranks`, this process is rank 0, `model` is its share, and the
-    others have loaded theirs or soon will.
+    (`arena.measure_arena`), None where that is not measured; `measure` may know what recordings take. A prefill client
+    that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With `ranks`, this process is
+    rank 0, `model` is its share, and the others have loaded theirs or soon will.
     """
     block_size = config.kv.block_size
     num_blocks = 0 if ranks is None else ranks.agree_num_blocks(model, config, model_digest)
     records = cuda_graphs and model.device.type == "cuda" and model.embedding is None
-    num_blocks = num_blocks or _plan_num_blocks(model, config, arena_bytes, records=records)
+    num_blocks = num_blocks or _plan_num_blocks(model, config, arena_bytes, measure, records=records)
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
     spec = model.kv_cache_spec(block_size)
@@ -119,7 +129,9 @@ def build_engine(
     return engine
 
 
-def _plan_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | None, *, records: bool) -> int:
+def _plan_num_blocks(
+    model: CausalLM, config: WorkerConfig, arena_bytes: int | None, measure: Measure, *, records: bool
+) -> int:
     """KV blocks beside what else the device has to hold, unless the configuration says how many bytes they take."""
     num_blocks = observe_num_blocks(model, config, arena_bytes)
     if not records or arena_bytes is None or config.kv.memory_bytes is not None:
@@ -127,7 +139,10 @@ def _plan_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | N
     block_size = config.kv.block_size
     longest = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     rows = count_logits_rows(config.speculative, config.scheduler.max_running_requests)
-    recorded = measure_recordings(model, max_rows=rows, max_model_len=longest, block_size=block_size)
+    recorded = measure(
+        f"recordings of {rows} rows, {longest} tokens",
+        lambda: measure_recordings(model, max_rows=rows, max_model_len=longest, block_size=block_size),
+    )
     logger.info("memory is set aside for recorded decode steps", extra={"gib": round(recorded / 2**30, 3)})
     return observe_num_blocks(model, config, arena_bytes + recorded)
 

@@ -234,6 +234,10 @@ class EngineCore:
         """What has been computed so far was not work: seconds, computed tokens and velocity count from here."""
         self._send(self._runner.work.reset)
 
+    def hold_recordings(self, held: bool) -> None:
+        """Whether decode steps that are still to be recorded wait."""
+        self._send(partial(setattr, self._turns, "holds_recordings", held))
+
     def describe_turn(self) -> str:
         """What the engine's thread was given to compute last, for whoever asks why it does not end."""
         lanes = self._runner.lanes

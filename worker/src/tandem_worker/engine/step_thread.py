@@ -44,6 +44,8 @@ class EngineTurns:
         self._executor = executor
         self._open = open_requests
         self._num_pending = num_pending
+        self.holds_recordings = False
+        """Nothing is recorded for now: whoever waits for the first tokens would wait for recordings too."""
         self.next_recording = 0.0
         """When the next decode step may be recorded beside streams, by the monotonic clock."""
         self.stats: EngineStats = build_stats(runner.lanes, runner.work, num_pending=0)
@@ -61,7 +63,7 @@ class EngineTurns:
         busy = self.runner.step()
         if not (busy and self._waits and self._has_deltas):
             self.flush()  # where only prompts are computed no token comes, and figures change all the same
-        if self._executor.graphs_pending:
+        if self._executor.graphs_pending and not self.holds_recordings:
             busy = self._record_graph(busy) or busy
         return busy
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tandem_api.launch import WeightsForm
@@ -33,6 +35,10 @@ from tandem_worker.model.gguf_keys import gguf_architecture, translate_metadata
 from tandem_worker.model.prepared.weights import PreparedWeights
 from tandem_worker.parallel.context import SINGLE, ParallelContext
 
+if TYPE_CHECKING:
+    from tandem_worker.model.checkpoint.image import Image
+    from tandem_worker.model.checkpoint.upload import Uploads
+
 logger = logging.getLogger(__name__)
 
 ANY_ROWS = Rows(1, 2048)
@@ -53,6 +59,7 @@ def load_model(
     weights: WeightsForm = "Auto",
     rows: Rows = ANY_ROWS,
     told: Callable[[FormChoice], None] = lambda _: None,
+    image: Image | None = None,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
@@ -60,12 +67,15 @@ def load_model(
     threads from here on. `prepared` hands out what an earlier start packed, or remembers it for `prepared.save()`;
     its reading is over when this returns or raises. `weights` says whether matrices take 12 bits a weight, bit for bit;
     `rows`, which products have, decide under `Auto`; `told` hears what was decided.
+    `image` has tensors of it on the device; what of it is not taken is given back.
     Raises StartupError with a reason and a sentence for everything
     that a person must fix, ValueError for a `backend` that does not compute in `dtype`.
     """
     try:
-        return _load(path, device, dtype, context, backend, max_threads, prepared, weights, rows, told)
+        return _load(path, device, dtype, context, backend, max_threads, prepared, weights, rows, told, image)
     finally:
+        if image is not None:
+            image.close()
         if prepared is not None:
             prepared.finish()
 
@@ -81,6 +91,7 @@ def _load(
     weights: WeightsForm,
     rows: Rows,
     told: Callable[[FormChoice], None],
+    image: Image | None,
 ) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -90,7 +101,7 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
-    with torch.inference_mode():
+    with torch.inference_mode(), _open_uploads(device, image) as uploads:
         config = settle_output_matrix(config, source, prefix)
         taken = check_coverage(config, family, source, prefix)
         asks = weights == "Auto" and parts.lossless is not None
@@ -109,6 +120,8 @@ def _load(
             packer=None if make_packer is None else make_packer(),
             shrink=None if lossless is None else lossless.shrink,
             prepared=prepared,
+            uploads=uploads,
+            image=image,
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     if lossless is not None and lossless.connect is not None:
@@ -126,6 +139,19 @@ def _load(
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
+
+
+def _open_uploads(device: torch.device, image: Image | None) -> AbstractContextManager[Uploads | None]:
+    if device.type != "cuda" or image is not None:
+        return nullcontext()
+    from tandem_worker.host.cuda import CudaError
+    from tandem_worker.model.checkpoint.upload import open_uploads
+
+    try:
+        return open_uploads(device)
+    except CudaError as error:
+        logger.warning("weights are copied one after another: %s", error)
+        return nullcontext()
 
 
 def count_matrix_bytes(source: WeightSource, names: Iterable[str]) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ from tandem_api.launch import SpeculativeConfig, WorkerConfig
 from tandem_api.names import Role
 
 from tandem_worker.host.collector import release_collector
-from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.cuda import expects_gpu
+from tandem_worker.host.environment import PodFacts, observe_threads
 from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.backends.form import CPU_RATIOS, list_forms, rows_of
@@ -40,11 +43,13 @@ if TYPE_CHECKING:
     from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
+    from tandem_worker.model.checkpoint.image import Image
     from tandem_worker.model.contract import CausalLM
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
+    from tandem_worker.process.known import KnownStart
     from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.tiers.shelf import Shelf
@@ -53,6 +58,8 @@ if TYPE_CHECKING:
     from tandem_worker.transfer.transports import Transports
 
 logger = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 0.0005
 
 
 def build_worker(
@@ -72,7 +79,8 @@ def build_worker(
     What else was begun goes on then: whoever calls this ends the process.
     """
     start = _Start(config, pod, runtime, progress, switches, group, refusals or {}, standby)
-    built: Worker = run_steps(start.list_steps(), progress)["worker"]
+    with start.sharing_interpreter():
+        built: Worker = run_steps(start.list_steps(), progress)["worker"]
     start.settle(built)
     return built
 
@@ -100,7 +108,9 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._on_gpu = expects_gpu(config.device)
         self._kernels: PreparedKernels | None = None
+        self._known: KnownStart | None = None
         self._draft: Path | None = None
         """The files of the draft head that the configuration names, once they are fetched."""
 
@@ -120,20 +130,19 @@ class _Start:
             step("digest", "hashing the model", _await_digest, "hashing"),
             self._describe_seat(),
             *self._describe_standby(),
-            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat", *self._gate),
+            *self._describe_weights(),
             step("memory", "looking at the memory", _open_ledger, "device"),
-            step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("transports", "opening the KV transports", self._open_transports, "libraries"),
             step("client", "opening the KV client", self._open_client, "transports"),
-            step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
+            step("arena", "measuring activations", self._measure_arena, "weights", "memory", "fetch"),
             step(
                 *("engine", "allocating the KV cache", self._build_engine),
                 *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
             ),
             step("tiers", "opening the tiers", self._open_tiers, "engine", "digest"),
-            step("warm_up", "warming up", _warm_up, "engine", "weights", "tiers"),
+            step("warm_up", "warming up", self._warm_up, "engine", "weights", "tiers"),
             step(
                 *("transport", "starting the KV transport", self._connect_transport),
                 *("engine", "client", "digest", "seat", "tiers", "transports", "warm_up"),
@@ -144,6 +153,18 @@ class _Start:
                 *("tiers", "server", "warm_up"),
             ),
         ]
+
+    @contextmanager
+    def sharing_interpreter(self) -> Iterator[None]:
+        """Imports keep the interpreter from threads that read and hash beside them, which need it for a moment after
+        every piece: on a GPU's start it goes round faster."""
+        usual = sys.getswitchinterval()
+        if self._on_gpu:
+            sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual)
 
     def settle(self, worker: Worker) -> None:
         """Everything that stays is there."""
@@ -202,6 +223,28 @@ class _Start:
         _rehearse(path, device, self._draft, self._config.speculative)
         self._standby.wait()
 
+    def _describe_weights(self) -> list[Step]:
+        """What an earlier start prepared is found by the digest. For a GPU nothing is prepared, so nothing waits for
+        the digest there, and files are read before torch is there."""
+        needs, gate = ("fetch", "device", "seat", "prepared", "memory"), self._gate
+        what, loading = "looking for prepared weights", "loading weights"
+        if not self._on_gpu:
+            return [
+                Step(name="prepared", what=what, run=self._open_prepared, needs=("digest", "seat", *gate)),
+                Step(name="weights", what=loading, run=self._load_weights, needs=needs),
+            ]
+        return [
+            Step(name="prepared", what=what, run=lambda *_: None, needs=gate),
+            Step(name="image", what="reading weights", run=self._read_image, needs=("fetch", *gate)),
+            Step(name="weights", what=loading, run=self._load_weights, needs=(*needs, "image")),
+        ]
+
+    def _read_image(self, path: Path, *_: None) -> Image | None:
+        """The model's files in the GPU's memory; not in a group, each rank of which takes a part."""
+        from tandem_worker.model.checkpoint.image import read_image
+
+        return None if self._group is not None else read_image(path, observe_threads())
+
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
         if self._group is None:
@@ -233,8 +276,9 @@ class _Start:
         path: Path,
         device: torch.device,
         seat: GroupSeat | None,
-        prepared: PreparedWeights,
+        prepared: PreparedWeights | None,
         memory: MemoryLedger,
+        image: Image | None = None,
     ) -> CausalLM:
         """This rank's share."""
         from tandem_worker.host.devices import resolve_dtype
@@ -254,11 +298,13 @@ class _Start:
             weights=weights,
             rows=rows,
             told=memory.note_choice,
+            image=image,
         )
+        memory.image = image
         model = attach_head(model, path, self._draft, self._config.speculative)
         memory.by_kind["weights"] = count_weight_bytes(model)
         memory.matrices = count_matrices(model)
-        if prepared.is_whole and self._progress.origin == "files":
+        if prepared is not None and prepared.is_whole and self._progress.origin == "files":
             self._progress.origin = "prepared"
         return model
 
@@ -304,7 +350,7 @@ class _Start:
             transports=transports,
         )
 
-    def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
+    def _measure_arena(self, model: CausalLM, memory: MemoryLedger, path: Path) -> int | None:
         """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
         nothing is sized by it, so a worker that was woken, for which somebody waits, does without."""
         from tandem_worker.engine.execute.arena import measure_arena
@@ -313,13 +359,24 @@ class _Start:
         if self._group is not None or (self._is_woken and model.device.type == "cpu"):
             return None
         limits = self._config.scheduler
-        memory.by_kind["arena"] = measure_arena(
-            model,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_rows=count_logits_rows(self._config.speculative, limits.max_running_requests),
-            block_size=self._config.kv.block_size,
+        if self._kernels is not None:
+            from tandem_worker.process.known import find_known_start
+
+            records = self._pod.cuda_graphs
+            self._known = find_known_start(self._store, self._kernels, self._config, path, records=records)
+        memory.by_kind["arena"] = self._measure(
+            "activations",
+            lambda: measure_arena(
+                model,
+                max_batch_tokens=limits.max_batch_tokens,
+                max_rows=count_logits_rows(self._config.speculative, limits.max_running_requests),
+                block_size=self._config.kv.block_size,
+            ),
         )
         return memory.by_kind["arena"]
+
+    def _measure(self, name: str, run: Callable[[], int]) -> int:
+        return run() if self._known is None else self._known.measure(name, run)
 
     def _build_engine(
         self,
@@ -343,12 +400,20 @@ class _Start:
             model_digest=digest,
             cuda_graphs=self._pod.cuda_graphs and seat is None,
             arena_bytes=arena,
+            measure=self._measure,
             ranks=seat,
             vitals=self._runtime.vitals,
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         return engine, ends
+
+    def _warm_up(self, built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
+        engine, ends = built
+        if engine.graphs_pending:
+            engine.hold_recordings(held=True)
+        compiles = model.device.type == "cuda" and (self._known is None or not self._known.is_complete)
+        warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, compiles=compiles))
 
     def _open_tiers(self, built: tuple[EngineCore, Ends], digest: str) -> Tiers | None:
         kv = self._config.kv
@@ -383,7 +448,7 @@ class _Start:
         generation: Generation,
         client: TcpPrefillClient | None,
         server: TcpPrefillServer | None,
-        prepared: PreparedWeights,
+        prepared: PreparedWeights | None,
         memory: MemoryLedger,
         tiers: Tiers | None,
         *_: None,
@@ -421,6 +486,7 @@ class _Start:
             pages=pages,
             prepared=prepared,
             kernels=self._kernels,
+            known=self._known,
             hub=hub,
             prefill_server=server,
             prefill_client=client,
@@ -508,12 +574,6 @@ def _await_digest(hashing: list[ModelDigest]) -> str:
 
 def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
-
-
-def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM, _: Tiers | None) -> None:
-    engine, ends = built
-    on_gpu = model.device.type == "cuda"
-    warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
 
 
 def _connect_transport(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tandem_worker.model.backends.form import FormChoice
+    from tandem_worker.model.checkpoint.image import Image
     from tandem_worker.model.weighing import Matrices
 
 
@@ -22,6 +23,8 @@ class MemoryLedger:
     """Matrices of the weights, by form."""
     weights: FormChoice | None = None
     """In which form they are kept, and why; None until they are read."""
+    image: Image | None = None
+    """What was in the device's memory before torch was: what is kept of it is weights."""
 
     def note_choice(self, choice: FormChoice) -> None:
         """As the loader has decided."""
@@ -34,7 +37,8 @@ class MemoryLedger:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        return max(0, total - free - torch.cuda.memory_reserved())
+        kept = 0 if self.image is None else self.image.num_bytes
+        return max(0, total - free - torch.cuda.memory_reserved() - kept)
 
 
 def _resident_bytes() -> int:

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 StartPart = Literal["files", "weights"]
 _STEPS: dict[StartPart, frozenset[str]] = {
     "files": frozenset({"fetch", "tokenizer"}),
-    "weights": frozenset(
-        {"fetch", "tokenizer", "libraries", "device", "hashing", "digest", "seat", "prepared", "memory", "weights"}
-    ),
-}
+    "weights": frozenset({
+        "fetch", "tokenizer", "libraries", "device", "hashing", "digest", "seat", "prepared", "memory", "image",
+        "weights",
+    }),
+}  # fmt: skip
 """Those of a start's steps that each part takes."""
 
 
@@ -45,11 +46,11 @@ def prewarm(config: WorkerConfig, pod: PodFacts, part: StartPart) -> None:
     results = run_steps(steps, progress)
     kept = "files and tokenizer"
     if part == "weights":
-        prepared: PreparedWeights = results["prepared"]
-        if prepared.save():
+        prepared: PreparedWeights | None = results["prepared"]
+        if prepared is not None and prepared.save():
             kept = "files, tokenizer and weights"
         else:
-            logger.warning("no weights are kept: there is no room for them, or this CPU has no kernels that use them")
+            logger.warning("no weights are kept: there is no room for them, or no kernels for a CPU use them")
     seconds = {name: round(taken, 3) for name, taken in progress.seconds().items()}
     logger.info("the cache has %s", kept, extra={"path": str(results["fetch"]), "seconds": seconds})
     if pod.termination_path.exists():

@@ -2,7 +2,7 @@
 
 One token through the whole engine: memory is touched, and a broken model is found out before users find it. On a GPU
 Triton compiles a kernel when it is first called, which takes seconds and holds up every stream: there the requests go
-through what serving will need.
+through what serving will need, unless all of it is compiled.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Ends:
             return None
 
 
-def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu: bool) -> list[GenerationRequest]:
-    """The requests, in order. The first is the smallest."""
+def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, compiles: bool) -> list[GenerationRequest]:
+    """The requests, in order. The first is the smallest. `compiles`: kernels that serving needs are still to be
+    compiled."""
     sampled = SamplingParams(
         max_tokens=1,
         temperature=1.0,
@@ -62,7 +63,7 @@ def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu:
     )
     greedy = SamplingParams(max_tokens=1 if embedding is None else 0, temperature=0.0, ignore_eos=True)
     requests: list[tuple[int, SamplingParams]] = [(2, greedy)]
-    if on_gpu:
+    if compiles:
         longest = min(_LONGEST, max_model_len - 1)
         requests += [(length, greedy) for length in _powers_of_two(4, longest)]
         if embedding is None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tandem_worker.host.vitals import Vitals
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
+    from tandem_worker.process.known import KnownStart
     from tandem_worker.process.tiers import Tiers
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _GRAMMARS_SECONDS = 2.0
 """In which the request that woke the worker has its first token."""
+_FIRST_ANSWER_SECONDS = 2.0
+"""In which a request that waited for the worker has come."""
 _MOST_RECORDING_SECONDS = 600.0
 """After which kernels are kept though batch sizes are still to be recorded; what these compile is kept next time."""
 
@@ -47,9 +50,12 @@ class Worker:
     figures: Figures
     engine: EngineCore
     pages: BlockPages
-    prepared: PreparedWeights
+    prepared: PreparedWeights | None
+    """None for a GPU."""
     kernels: PreparedKernels | None
     """None where there is no GPU."""
+    known: KnownStart | None
+    """None where nothing is measured for the next start."""
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -69,6 +75,8 @@ class Worker:
         """What nobody waits for: memory for blocks to come, a copy of the weights where a next start finds it, and what
         a worker that was woken has left for later."""
         self.pages.start(vitals)
+        if self.engine.graphs_pending:
+            vitals.start_thread("resume-recordings", self._resume_recordings)
         if self.grammars_later:
             vitals.start_thread("start-grammars", self._start_grammars)
         if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
@@ -76,13 +84,22 @@ class Worker:
 
     def _save_prepared(self) -> None:
         """What the next start need not make again. Kernels are all there once every batch size is recorded."""
-        self.prepared.save()
+        if self.prepared is not None:
+            self.prepared.save()
         if self.kernels is None:
             return
         deadline = time.monotonic() + _MOST_RECORDING_SECONDS
         while self.engine.graphs_pending and time.monotonic() < deadline:
             time.sleep(1.0)
-        self.kernels.save()
+        if self.kernels.save() and self.known is not None:
+            self.known.save()
+
+    def _resume_recordings(self) -> None:
+        """Once the first answer has begun, or nobody has asked for one."""
+        deadline = time.monotonic() + _FIRST_ANSWER_SECONDS
+        while not self.engine.stats().generated_tokens_total and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.engine.hold_recordings(held=False)
 
     def _start_grammars(self) -> None:
         time.sleep(_GRAMMARS_SECONDS)

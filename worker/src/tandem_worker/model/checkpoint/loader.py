@@ -21,6 +21,8 @@ from tandem_worker.model.prepared.weights import PreparedWeights
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.image import Image
+    from tandem_worker.model.checkpoint.upload import Uploads
 
 Made = TypeVar("Made", torch.Tensor, torch.Tensor | None)
 
@@ -78,12 +80,15 @@ class WeightLoader:
         packer: Packer | None = None,
         prepared: PreparedWeights | None = None,
         shrink: Callable[[torch.Tensor], Weight | None] | None = None,
+        uploads: Uploads | None = None,
+        image: Image | None = None,
     ) -> None:
         """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply.
 
         `packer` makes matrices of bfloat16 on the CPU, where there are kernels for that; `prepared` has what it made at
         an earlier start, or keeps it for the next. `shrink` makes a plain matrix on the device one of 12 bits a weight,
-        where it gets smaller by that.
+        where it gets smaller by that. `uploads` fills large tensors on the device meanwhile; `image`
+        has some there already.
         """
         self.source = source
         self.dtype = dtype
@@ -95,6 +100,8 @@ class WeightLoader:
         self._prefix = prefix
         self._packer = packer
         self._shrink = shrink
+        self._uploads = uploads
+        self._image = image
         self._prepared = prepared if packer is not None else None
 
     @property
@@ -124,13 +131,38 @@ class WeightLoader:
             widened = self._packer.widen(stored)
             if widened is not None:
                 return widened
+        there = [self._take(part) for part in parts]
+        if len(there) == 1 and there[0] is not None and there[0].dtype is dtype and there[0].is_contiguous():
+            return there[0]
         result = torch.empty(shape, dtype=dtype, device=self.device)
         start = 0
-        for part in parts:
+        for part, found in zip(parts, there, strict=True):
             rows = part.local_shape[0]
-            result[start : start + rows].copy_(self.read(part))
+            target = result[start : start + rows]
+            if found is not None or not self._upload(target, part):
+                target.copy_(self.read(part) if found is None else found)
             start += rows
         return result
+
+    def _take(self, part: Part) -> torch.Tensor | None:
+        """The part out of the image, where it is there."""
+        if self._image is None:
+            return None
+        name = self._find(part)
+        stored = self.source.stored(name)
+        if stored is None or stored.place is None:
+            return None
+        whole, piece = self._image.take(stored.place, self.source.dtype(name), part.shape), part.piece
+        return (
+            whole if whole is None or piece is None else whole.narrow(piece.dim, piece.start, piece.stop - piece.start)
+        )
+
+    def _upload(self, target: torch.Tensor, part: Part) -> bool:
+        """Whether the part is on its way to `target`, which others then wait for."""
+        if self._uploads is None:
+            return False
+        stored = self.source.stored(self._find(part))
+        return stored is not None and self._uploads.fill(target, stored, part.piece)
 
     def matrix(self, parts: Sequence[Part], *, stacked: bool = False) -> Weight | PackedWeight:
         """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow.
@@ -159,6 +191,8 @@ class WeightLoader:
     def shrink(self, weight: torch.Tensor) -> Weight:
         """A plain matrix `[N, K]`, or experts `[E, N, K]`, in 12 bits a weight where the backend multiplies such ones
         on the device; else as it is."""
+        if self._shrink is not None and self._uploads is not None:
+            self._uploads.settle()
         made = None if self._shrink is None else self._shrink(weight)
         if made is None or isinstance(made, torch.Tensor):
             return weight

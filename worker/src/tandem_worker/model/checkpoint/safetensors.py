@@ -37,6 +37,7 @@ class SafetensorsSource:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._handles: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for path in files:
             handle = _open(path)
             if PACKED_RECORD in (handle.metadata() or {}):
@@ -46,7 +47,7 @@ class SafetensorsSource:
                     "folder.",
                 )
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                self._handles[name] = handle
+                self._handles[name], self._paths[name] = handle, path
 
     def names(self) -> Iterable[str]:
         return self._handles.keys()
@@ -70,8 +71,9 @@ class SafetensorsSource:
             return None
         value = self._handles[name].get_tensor(name)
         return Stored(
-            address=value.data_ptr(), kind=kind, rows=shape[0], columns=shape[1], num_bytes=value.nbytes, owner=value
-        )
+            address=value.data_ptr(), kind=kind, rows=shape[0], columns=shape[1], num_bytes=value.nbytes, owner=value,
+            place=(self._paths[name], name),
+        )  # fmt: skip
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         handle = self._handles[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Stored:
     """Rows of half a head where both halves are stored interleaved, as in Llama's query and key projections."""
     owner: object
     """What the memory lives as long as."""
+    place: tuple[Path, str] | None = None
+    """The safetensors file in which it lies as it is, and its name there."""
     packed: PackedMatrix | None = None
     """What gives a matrix of a packed checkpoint, which has no address."""
 

@@ -33,7 +33,10 @@ class HeadNorm:
     ) -> None:
         self.query_weight = query_weight
         self.key_weight = key_weight
-        self.weights = torch.cat((query_weight.expand(num_heads, -1), key_weight.expand(num_kv_heads, -1)))
+        # Not `cat`: a torch that is imported whole computes its shape in Python, and imports its compilers for that.
+        self.weights = query_weight.new_empty((num_heads + num_kv_heads, query_weight.shape[-1]))
+        self.weights[:num_heads].copy_(query_weight)
+        self.weights[num_heads:].copy_(key_weight)
         self.eps = eps
 
     def normalize_(self, heads: torch.Tensor, num_heads: int) -> None:

@@ -72,7 +72,8 @@ class PreparedKernels:
         named = json.dumps({"layout": LAYOUT, **facts}, sort_keys=True)
         self.name = f"kernels-{xxh3_64_hexdigest(named.encode())}"
         self._store, self._folder = store, folder
-        self._restored: frozenset[str] = frozenset()
+        self.restored: frozenset[str] = frozenset()
+        """Places of the files that the store has and that are back, or that came from here."""
 
     def restore(self) -> int:
         """Put what an earlier start compiled where Triton looks for it; the number of files, 0 where there are none."""
@@ -80,17 +81,17 @@ class PreparedKernels:
         if payload is None:
             return 0
         try:
-            self._restored = frozenset(self._unpack(payload))
+            self.restored = frozenset(self._unpack(payload))
         except (tarfile.TarError, EOFError, OSError) as error:
             logger.warning("compiled kernels cannot be put back, so they are compiled anew: %s", error)
             return 0
-        logger.info("compiled kernels are put back", extra={"files": len(self._restored), "bytes": len(payload)})
-        return len(self._restored)
+        logger.info("compiled kernels are put back", extra={"files": len(self.restored), "bytes": len(payload)})
+        return len(self.restored)
 
     def save(self) -> bool:
         """Keep what is in Triton's folder, unless it all came from there; whether the store has it now."""
         found = dict(self._files())
-        if not found or found.keys() <= self._restored:
+        if not found or found.keys() <= self.restored:
             return bool(found)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -104,7 +105,7 @@ class PreparedKernels:
                 archive.addfile(entry, io.BytesIO(content))
         if not self._store.write(self.name, packed.getvalue()):
             return False
-        self._restored = frozenset(found)
+        self.restored = frozenset(found)
         logger.info("compiled kernels are kept", extra={"files": len(found), "bytes": packed.tell()})
         return True
 

@@ -30,7 +30,11 @@ _FORMAT = "tandem-model-digest 2"
 """Part of what is hashed: another way to compute digests makes other digests."""
 _SEGMENT = 256 << 20
 """Bytes that one thread hashes at a stretch, so that one large file keeps all of them busy. Part of the format."""
-_CHUNK = 4 << 20
+_CHUNK, _LONG_CHUNK = 4 << 20, 32 << 20
+"""Bytes that are read at a stretch, and those of a model of several GB: the interpreter, which imports hold beside it,
+is waited for twice for each."""
+_LONG = 4 << 30
+"""Bytes of a model from which on chunks are long."""
 _MAX_THREADS = 4
 """A thread hashes some 4 GB/s of what is in the page cache; more of them than storage feeds would only disturb."""
 _WEIGHTS = frozenset({".safetensors", ".gguf"})
@@ -64,6 +68,7 @@ class ModelDigest:
             self._files = [(name, file, file.stat().st_size) for name, file in list_files(path)]
         except OSError as error:
             raise _unreadable(error) from error
+        self._chunk = _LONG_CHUNK if sum(size for _, _, size in self._files) >= _LONG else _CHUNK
         self._segments: dict[tuple[str, int], bytes] = {}
         self._error: OSError | None = None
         self._queue: queue.SimpleQueue[tuple[str, Path, int] | None] = queue.SimpleQueue()
@@ -100,7 +105,7 @@ class ModelDigest:
         return whole.hexdigest()[:32]
 
     def _run(self) -> None:
-        buffer = bytearray(_CHUNK)
+        buffer = bytearray(self._chunk)
         while (work := self._queue.get()) is not None and self._error is None:
             name, file, start = work
             try:
