@@ -21,6 +21,7 @@ GPU_TESTS = (
     "tests/tandem_worker/model/checkpoint/test_upload.py",
     "tests/tandem_worker/tiers/test_memory.py",
     "tests/tandem_worker/transfer/test_device_blocks.py",
+    "tests/tandem_worker/model/checkpoint/test_image.py",
 )
 """Every file with tests that need a GPU, those first whose kernels take longest to compile."""
 CHECKS = (

@@ -129,26 +129,15 @@ def test_what_is_taken_without_gaps(piece: Slice | None, expected: Span | None) 
     assert find_span((4, 6), piece, Span(100, 48)) == expected
 
 
-def test_whoever_computes_with_a_tensor_waits_for_it(tmp_path: Path) -> None:
-    source = write(tmp_path, {"t": torch.ones(50, 4)})
-    part = Part(name="t", shape=(50, 4))
+def test_a_tensor_is_there_when_it_is_handed_out(tmp_path: Path) -> None:
+    """Whatever is done with it, through torch or past it."""
+    source = write(tmp_path, {"t": torch.ones(5000, 4)})
+    parts = [Part(name="t", shape=(5000, 4))] * 2
     with uploading() as uploads:
         loader = build_loader(source, uploads, torch.float32)
-        views = loader.stack([part]).t()[:, 10:20].view(torch.int32).view(torch.float32)
-        assert uploads._filling
-        assert float(views.sum()) == 40.0
-        assert not uploads._filling
-        both = torch.cat([loader.stack([part]), loader.stack([part])])
-        assert float(both.sum()) == 400.0
-
-
-def test_kernels_beside_torch_find_all_of_it(tmp_path: Path) -> None:
-    source = write(tmp_path, {"t": torch.ones(50, 4)})
-    found = []
-    with uploading() as uploads:
-        loader = build_loader(source, uploads, torch.float32, shrink=lambda _: found.append(not uploads._filling))
-        loader.matrix([Part(name="t", shape=(50, 4))])
-    assert found == [True]
+        for _ in range(3):
+            found = loader.stack(parts)
+            assert ctypes.string_at(found.data_ptr(), found.nbytes) == torch.ones(10_000, 4).numpy().tobytes()
 
 
 def test_small_ones_and_other_types_are_copied_at_once(tmp_path: Path) -> None:
@@ -157,7 +146,7 @@ def test_small_ones_and_other_types_are_copied_at_once(tmp_path: Path) -> None:
         loader = build_loader(source, uploads, torch.float32)
         loader.load("small", (3, 4))
         loader.load("half", (50, 4))
-        assert not uploads._filling
+        assert not uploads._carriers.num_bytes
 
 
 def fill_from(path: Path, stored: Stored, kept: int) -> None:
@@ -219,7 +208,8 @@ def test_a_load_that_fails_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_onto_a_gpu(tmp_path: Path) -> None:
-    """With more pieces than buffers, and what is computed at once."""
+    """With more pieces than buffers, and what is computed at once: in inference mode torch does not decompose `to` and
+    `reshape`, which call themselves views."""
     tensors = {f"t{number}": torch.randn(3000, 4096).bfloat16() for number in range(20)}
     source, device = write(tmp_path, tensors), torch.device("cuda", 0)
     with torch.inference_mode(), open_uploads(device) as uploads:

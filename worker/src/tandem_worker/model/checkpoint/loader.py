@@ -87,8 +87,7 @@ class WeightLoader:
 
         `packer` makes matrices of bfloat16 on the CPU, where there are kernels for that; `prepared` has what it made at
         an earlier start, or keeps it for the next. `shrink` makes a plain matrix on the device one of 12 bits a weight,
-        where it gets smaller by that. `uploads` fills large tensors on the device meanwhile; `image`
-        has some there already.
+        where it gets smaller by that. `uploads` fills large tensors on the device; `image` has some there already.
         """
         self.source = source
         self.dtype = dtype
@@ -142,6 +141,8 @@ class WeightLoader:
             if found is not None or not self._upload(target, part):
                 target.copy_(self.read(part) if found is None else found)
             start += rows
+        if self._uploads is not None:
+            self._uploads.settle()
         return result
 
     def _take(self, part: Part) -> torch.Tensor | None:
@@ -158,7 +159,7 @@ class WeightLoader:
         )
 
     def _upload(self, target: torch.Tensor, part: Part) -> bool:
-        """Whether the part is on its way to `target`, which others then wait for."""
+        """Whether the part is on its way to `target`."""
         if self._uploads is None:
             return False
         stored = self.source.stored(self._find(part))
@@ -191,8 +192,6 @@ class WeightLoader:
     def shrink(self, weight: torch.Tensor) -> Weight:
         """A plain matrix `[N, K]`, or experts `[E, N, K]`, in 12 bits a weight where the backend multiplies such ones
         on the device; else as it is."""
-        if self._shrink is not None and self._uploads is not None:
-            self._uploads.settle()
         made = None if self._shrink is None else self._shrink(weight)
         if made is None or isinstance(made, torch.Tensor):
             return weight

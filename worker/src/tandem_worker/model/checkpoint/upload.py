@@ -1,9 +1,4 @@
-"""Large tensors on their way from their files to a GPU while others are laid out.
-
-A tensor is handed out before it is filled, so that files are read at a stretch, in the order in which tensors are asked
-for. Whoever computes with one waits for all of them: while they are under way, every operation is looked at on its way
-to torch. Kernels that are launched past torch are not seen: `settle` comes before those.
-"""
+"""Large tensors from their files to a GPU by several threads; each is there when it is handed out."""
 
 from __future__ import annotations
 
@@ -11,11 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tandem_worker.host.cuda import Driver
 from tandem_worker.model.checkpoint.carrying import MOST_READERS, Carriers, Span, WeightFile
@@ -46,34 +39,21 @@ def find_span(shape: Sequence[int], piece: Slice | None, whole: Span) -> Span | 
     return Span(whole.start + piece.start * row, (piece.stop - piece.start) * row)
 
 
-class Uploads(TorchDispatchMode):
-    """Entered while a model is loaded, on the loading thread; it is left when all that was begun is there."""
+class Uploads:
+    """Open while a model is loaded, by the loading thread."""
 
     def __init__(self, carriers: Carriers, *, settle_device: Callable[[], None], least: int = LEAST) -> None:
         """`settle_device`: return when the device is done with what memory was used for before."""
-        super().__init__()
         self._carriers, self._settle_device, self._least = carriers, settle_device, least
         self._files: dict[Path, WeightFile] = {}
-        self._filling: dict[int, torch.Tensor] = {}
-        """Tensors that are not filled yet, by the address of their storage: none is given back until then."""
+        self._targets: list[torch.Tensor] = []
+        """None of them is given back while it is being filled, whatever else fails."""
         self._began = 0.0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; the default, True, imports all of torch's compiler."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._filling and not func.is_view and any(map(self._is_filling, tree_leaves((args, kwargs)))):
-            self.settle()
-        return func(*args, **(kwargs or {}))
-
-    def _is_filling(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self._filling
-
     def fill(self, target: torch.Tensor, stored: Stored, piece: Slice | None) -> bool:
-        """Begin to fill `target`, which is contiguous, with a matrix or a piece of it. False: it must be copied, for it
-        is small, has gaps, is of another type, or lies in no file as it is.
+        """Begin to fill `target`, which is contiguous, with a matrix or a piece of it; it is filled when `settle`
+        returns. False: it must be copied, for it is small, has gaps, is of another type, or lies in
+        no file as it is.
 
         Raises StartupError where a file cannot be read, this one or an earlier one, and CudaError.
         """
@@ -90,7 +70,7 @@ class Uploads(TorchDispatchMode):
         if span is None or span.size != target.nbytes:
             return False
         self._began = self._began or time.perf_counter()
-        self._filling[target.untyped_storage().data_ptr()] = target
+        self._targets.append(target)
         self._settle_device()
         self._carriers.carry(self._files[path], span, target.data_ptr())
         return True
@@ -99,22 +79,16 @@ class Uploads(TorchDispatchMode):
         """Wait until everything is there that was begun. Raises StartupError where a file cannot be read, and
         CudaError."""
         self._carriers.settle()
-        self._filling.clear()
+        self._targets.clear()
 
     def __enter__(self) -> Self:
-        super().__enter__()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        try:
-            if error is None:
-                self.settle()
-        finally:
-            self._carriers.close()
-            for file in self._files.values():
-                file.close()
-            self._filling.clear()
+    def __exit__(self, *_: object) -> None:
+        self._carriers.close()
+        self._targets.clear()
+        for file in self._files.values():
+            file.close()
         if self._began:
             seconds = time.perf_counter() - self._began
             logger.info("weights are on the device", extra=self._carriers.describe(seconds))
