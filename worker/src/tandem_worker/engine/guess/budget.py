@@ -25,6 +25,9 @@ MOST_DEBT = 4.0
 """Tokens. What an answer has lost by guesses of its own is overlooked up to here: of many answers with good guesses one
 always has bad luck, and the others would wait for it."""
 
+_MOST_LOOKS = 64
+"""Numbers of guesses that are looked at in a step, about: of hundreds a device waits for the host to look at each."""
+
 
 def choose_lengths(
     chances: Sequence[Sequence[float]],
@@ -47,9 +50,12 @@ def choose_lengths(
     others = _overlook(least_lead) if len(chances) < num_choices else math.inf
     at_most = 1 - sum(value for value, _ in ranked) / num_choices
     best, highest, total = 0, LEAST_GAIN, 0.0
+    stride = 1 + len(ranked) // _MOST_LOOKS
     for count, (value, choice) in enumerate(ranked, start=1):
         ahead[choice] -= value
         total -= value
+        if count % stride and count < len(ranked):
+            continue
         slower = cost(count)
         if at_most <= highest * slower:
             break
