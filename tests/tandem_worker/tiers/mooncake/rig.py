@@ -42,7 +42,7 @@ class StoreRig(Rig):
         self.tier.bind(self.engine.open_desk(self.tier, cold_blocks=cold, fence=memory.fence))
         self.tier.start()
         if usable:
-            wait_until(lambda: self.tier.health.on, 60.0)
+            wait_until(lambda: self.tier.health.on)
 
     @property
     def written(self) -> int:

@@ -91,7 +91,7 @@ def test_a_master_that_was_started_again_is_told_what_is_on_disks(store: tuple[P
     master.kill()
     wait_until(lambda: not writer.tier.health.on, 15.0)
     master.start()
-    wait_until(lambda: writer.tier.health.on, 30.0)
+    wait_until(lambda: writer.tier.health.on)
     writer.close()
     rig = StoreRig(holder.address)
 
@@ -99,7 +99,7 @@ def test_a_master_that_was_started_again_is_told_what_is_on_disks(store: tuple[P
         serve(rig, f"a{time.monotonic()}", 1)
         return rig.tier.stats().tokens_read >= 40
 
-    wait_until(is_known, 20.0)
+    wait_until(is_known)
     rig.close()
 
 
@@ -163,8 +163,8 @@ def test_a_disk_without_room_costs_nothing_but_what_it_lacks(tmp_path: Path, dis
             serve(rig, f"fill{time.monotonic()}", next(seeds))
             return os.statvfs(there).f_bavail < 8
 
-        wait_until(is_full, 30.0)
-        wait_until(lambda: rig.tier.health.on, 30.0)
+        wait_until(is_full)
+        wait_until(lambda: rig.tier.health.on)
         refill(rig, 99)
         check_found(holder.address, 99)
         rig.close()
@@ -190,9 +190,9 @@ def test_another_holders_disk_that_goes_costs_what_is_there(
         first.close()
         getattr(holder, how)()
         rig = StoreRig(own.address, usable=False)
-        wait_until(lambda: rig.tier.health.on, 45.0)
+        wait_until(lambda: rig.tier.health.on)
         assert serve(rig, "b", 1) < 10.0
-        wait_until(lambda: rig.tier.health.on, 45.0)
+        wait_until(lambda: rig.tier.health.on)
         refill(rig, 9)
         rig.close()
     finally:

@@ -107,7 +107,7 @@ def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program]
         program.thaw()
     else:
         program.start()
-    wait_until(lambda: rig.tier.health.on, 30.0)
+    wait_until(lambda: rig.tier.health.on)
     refill(rig, 4)
     check_found(store[1].address, 4)
     rig.close()
@@ -157,7 +157,7 @@ def test_another_workers_holder_that_goes_takes_its_blocks_along_and_nothing_els
         rig = StoreRig(store[1].address, usable=False)
         for seed in range(4):
             assert serve(rig, f"r{seed}", seed) < 10.0
-        wait_until(lambda: rig.tier.health.on, 45.0)
+        wait_until(lambda: rig.tier.health.on)
         refill(rig, 9)
         rig.close()
         writer.close()
@@ -189,7 +189,7 @@ def test_a_holder_that_is_slow_delays_nothing_and_is_used_again(store: tuple[Pro
     finally:
         over.set()
         thread.join()
-    wait_until(lambda: rig.tier.health.on, 30.0)
+    wait_until(lambda: rig.tier.health.on)
     refill(rig, 9)
     rig.close()
 
@@ -224,7 +224,7 @@ def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path
         os.kill(program, signal.SIGSTOP)
         assert serve(rig, "during", 2) < 5.0
         wait_until(lambda: not rig.tier.health.on, 15.0)
-        wait_until(lambda: rig.tier.health.on, 45.0)
+        wait_until(lambda: rig.tier.health.on)
         assert program not in find_children(holder.pid)
         refill(rig, 3)
         rig.close()
@@ -329,14 +329,14 @@ def test_what_was_damaged_is_written_again(store: tuple[Program, Program]) -> No
 def test_a_store_without_room_says_so(store: tuple[Program, Program], tmp_path: Path) -> None:
     with run_store(tmp_path, megabytes=16) as (_, holder):
         rig = StoreRig(holder.address, usable=False)
-        wait_until(lambda: rig.tier.health.on or (rig.tier.health.cause or NOTHING).reason == STORE_FULL, 20.0)
+        wait_until(lambda: rig.tier.health.on or (rig.tier.health.cause or NOTHING).reason == STORE_FULL)
         serve(rig, "a", 1)
         rig.close()
 
 
 def test_a_wrong_address_is_named() -> None:
     rig = StoreRig("127.0.0.1:9", usable=False)
-    wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_UNREACHABLE, 30.0)
+    wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_UNREACHABLE)
     cause = rig.tier.health.cause
     assert cause is not None
     assert "no mooncake_client answers at 127.0.0.1:9" in cause.message

@@ -100,7 +100,7 @@ def watched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     arguments += ["--metrics_host=127.0.0.1", f"--metrics_port={port}", "--logtostderr"]
     command = [*IMPATIENT, *options, *arguments]
     with subprocess.Popen(command, env=plan_environment(), stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: is_answered(port), 20.0)
+        wait_until(lambda: is_answered(port))
         yield process, port
         process.terminate()
         assert process.wait(10) == 0
@@ -118,8 +118,8 @@ def test_one_that_does_not_answer_is_ended_and_started_again(
         assert notes.ask_restart()
     else:
         os.kill(first, signal.SIGSTOP)
-    wait_until(lambda: first not in find_children(process.pid), 20.0)
-    wait_until(lambda: is_answered(port), 20.0)
+    wait_until(lambda: first not in find_children(process.pid))
+    wait_until(lambda: is_answered(port))
     wait_until(lambda: notes.read() is None)  # nothing is known against the one that runs now
     assert not notes.take_restart()
 
