@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
 from tandem_api.keys import open_ring
 from tandem_api.launch import Device
 from tandem_worker.host.runtime import Runtime
@@ -19,14 +17,14 @@ from tandem_worker.process.standby import Standby
 from tests.tandem_worker.process.test_prewarm import config, facts
 
 
-def plan(folder: Path, device: Device, *, standby: bool = False) -> tuple[_Start, dict[str, Step]]:
+def plan(folder: Path, device: Device, *, standby: bool = False) -> dict[str, Step]:
     runtime, progress = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals()), StartProgress()
     document = config(folder, folder).model_copy(update={"device": device})
     door = Standby(progress, lambda: True, lambda: None) if standby else None
     start = _Start(document, facts(folder), runtime, progress, Switches(), None, {}, door)
     steps = start.list_steps()
     check_steps(steps)
-    return start, {step.name: step for step in steps}
+    return {step.name: step for step in steps}
 
 
 def find_needs(steps: dict[str, Step], name: str) -> set[str]:
@@ -35,7 +33,7 @@ def find_needs(steps: dict[str, Step], name: str) -> set[str]:
 
 
 def test_weights_wait_for_no_digest_and_are_read_before_torch_is_there(tmp_path: Path) -> None:
-    _, steps = plan(tmp_path, "CUDA")
+    steps = plan(tmp_path, "CUDA")
     assert "digest" not in find_needs(steps, "weights")
     assert "libraries" not in find_needs(steps, "image")
     assert "image" in steps["weights"].needs
@@ -45,22 +43,13 @@ def test_weights_wait_for_no_digest_and_are_read_before_torch_is_there(tmp_path:
 
 
 def test_nothing_of_the_models_size_is_taken_on_standby(tmp_path: Path) -> None:
-    _, steps = plan(tmp_path, "CUDA", standby=True)
+    steps = plan(tmp_path, "CUDA", standby=True)
     assert "standby" in find_needs(steps, "image")
     assert "standby" in find_needs(steps, "weights")
     assert not {"image", "weights", "arena", "engine"} & find_needs(steps, "standby")
 
 
 def test_a_cpu_finds_prepared_weights_by_the_digest(tmp_path: Path) -> None:
-    _, steps = plan(tmp_path, "CPU")
+    steps = plan(tmp_path, "CPU")
     assert "image" not in steps
     assert "digest" in find_needs(steps, "weights")
-
-
-@pytest.mark.parametrize("device", ["CPU", "CUDA"])
-def test_threads_take_turns_faster_while_a_gpu_starts(tmp_path: Path, device: Device) -> None:
-    start, _ = plan(tmp_path, device)
-    usual = sys.getswitchinterval()
-    with start.sharing_interpreter():
-        assert (sys.getswitchinterval() < usual) == (device == "CUDA")
-    assert sys.getswitchinterval() == usual

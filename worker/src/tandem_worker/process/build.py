@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_SECONDS = 0.0005
-
 
 def build_worker(
     config: WorkerConfig,
@@ -79,8 +75,7 @@ def build_worker(
     What else was begun goes on then: whoever calls this ends the process.
     """
     start = _Start(config, pod, runtime, progress, switches, group, refusals or {}, standby)
-    with start.sharing_interpreter():
-        built: Worker = run_steps(start.list_steps(), progress)["worker"]
+    built: Worker = run_steps(start.list_steps(), progress)["worker"]
     start.settle(built)
     return built
 
@@ -154,18 +149,6 @@ class _Start:
             ),
         ]
 
-    @contextmanager
-    def sharing_interpreter(self) -> Iterator[None]:
-        """Imports keep the interpreter from threads that read and hash beside them, which need it for a moment after
-        every piece: on a GPU's start it goes round faster."""
-        usual = sys.getswitchinterval()
-        if self._on_gpu:
-            sys.setswitchinterval(_SWITCH_SECONDS)
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(usual)
-
     def settle(self, worker: Worker) -> None:
         """Everything that stays is there."""
         release_collector()
@@ -200,10 +183,11 @@ class _Start:
         device = resolve_device(self._config.device)
         check_host_memory(self._config.kv.host_memory_bytes, device.type)
         if device.type == "cuda":
-            from tandem_worker.model.prepared.kernels import open_prepared_kernels
+            from tandem_worker.model.prepared.kernels import name_compiler, open_prepared_kernels
 
             self._kernels = open_prepared_kernels(self._store)
             self._kernels.restore()
+            self._runtime.vitals.start_thread("name-compiler", name_compiler)
         return device
 
     @property

@@ -36,6 +36,8 @@ _GRAMMARS_SECONDS = 2.0
 """In which the request that woke the worker has its first token."""
 _FIRST_ANSWER_SECONDS = 2.0
 """In which a request that waited for the worker has come."""
+_LATE_SECONDS = 300.0
+"""After which kernels are kept once more: steps of several sequences before their size was recorded have some too."""
 _MOST_RECORDING_SECONDS = 600.0
 """After which kernels are kept though batch sizes are still to be recorded; what these compile is kept next time."""
 
@@ -93,6 +95,8 @@ class Worker:
             time.sleep(1.0)
         if self.kernels.save() and self.known is not None:
             self.known.save()
+        time.sleep(_LATE_SECONDS)
+        self.kernels.save()
 
     def _resume_recordings(self) -> None:
         """Once the first answer has begun, or nobody has asked for one."""

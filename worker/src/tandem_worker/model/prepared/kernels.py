@@ -55,6 +55,14 @@ def open_prepared_kernels(store: PreparedStore) -> PreparedKernels:
     return PreparedKernels(store, Path(os.environ["TRITON_CACHE_DIR"]), facts)
 
 
+def name_compiler() -> None:
+    """Have Triton compute the name of its compiler, which it keeps: its library is read for that when the first kernel
+    is looked for, 0.4 s. Any thread."""
+    from triton.runtime import cache
+
+    getattr(cache, "triton_key", lambda: None)()
+
+
 def _read_driver() -> str:
     """The first line that the kernel module tells of itself; nothing where it is hidden from the container."""
     try:
