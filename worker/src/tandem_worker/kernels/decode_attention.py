@@ -110,7 +110,7 @@ def _attend(  # noqa: PLR0915 -- a kernel's body
     head_dim, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table,
     stride_out_row, stride_out_head,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Piece `index` of the work: one tile of a sequence's tokens, for one KV head, over one split of its context."""
@@ -158,18 +158,16 @@ def _attend(  # noqa: PLR0915 -- a kernel's body
 
     divisor = tl.where(total > 0.0, total, 1.0)
     y = accumulated / divisor[:, None]
-    whole = taken & (members * 0 + split == 0)
-    if SPLIT:
-        pieces = tl.load(pieces_ptr + tokens, mask=taken, other=0)
-        met = taken & (split < pieces)
-        if HAS_SINKS:
-            whole = taken & (pieces < 0)  # sinks join where pieces meet, and be it one
-        else:
-            whole = whole & (pieces <= 1)
-            met = met & (pieces > 1)
-        slot = (tokens * num_q_heads + heads) * num_splits + split
-        tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=met)
-        tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], y, mask=valid & met[:, None])
+    pieces = tl.load(pieces_ptr + tokens, mask=taken, other=0)
+    met = taken & (split < pieces)
+    if HAS_SINKS:
+        whole = taken & (pieces < 0)  # sinks join where pieces meet, and be it one
+    else:
+        whole = taken & (members * 0 + split == 0) & (pieces <= 1)
+        met = met & (pieces > 1)
+    slot = (tokens * num_q_heads + heads) * num_splits + split
+    tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=met)
+    tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], y, mask=valid & met[:, None])
     out_ptrs = out_ptr + tokens[:, None] * stride_out_row + heads[:, None] * stride_out_head + dims[None, :]
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid & whole[:, None])
 
@@ -181,7 +179,7 @@ def _paged_decode_attention_kernel(
     head_dim, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table,
     stride_out_row, stride_out_head,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +191,7 @@ def _paged_decode_attention_kernel(
                 group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits, stride_q_row,
                 stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table, stride_out_row,
                 stride_out_head,
-                WINDOW, CHUNK, SPLIT, HAS_SINKS, BLOCK_G, BLOCK_N, BLOCK_D,
+                WINDOW, CHUNK, HAS_SINKS, BLOCK_G, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     else:
         index = tl.program_id(0)
@@ -203,7 +201,7 @@ def _paged_decode_attention_kernel(
             index, q_ptr, cache_ptr, tables_ptr, work_ptr, out_ptr, partial_ptr, lse_ptr, scale_log2, num_tokens,
             group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits, stride_q_row, stride_q_head,
             stride_block, stride_kv, stride_kv_head, stride_slot, stride_table, stride_out_row, stride_out_head,
-            WINDOW, CHUNK, SPLIT, HAS_SINKS, BLOCK_G, BLOCK_N, BLOCK_D,
+            WINDOW, CHUNK, HAS_SINKS, BLOCK_G, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
 
@@ -255,11 +253,8 @@ def paged_decode_attention(
     longest = min(block_tables.shape[1] * kv_cache.shape[3], window or 1 << 62, chunk or 1 << 62)
     num_kv_heads = num_q_heads // group
     num_splits, *cuts = plan_splits(triton.cdiv(longest, block_n) + 1, block_n, num_splits)
-    split = num_splits > 1 or sinks is not None
-    partial, lse = out, out
-    if split:
-        partial = torch.empty((num_tokens, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_tokens, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
+    partial = torch.empty((num_tokens, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((num_tokens, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
     block_g = max(16, triton.next_power_of_2(group))
     spans = {"WINDOW": window or 0, "CHUNK": chunk or 0, "BLOCK_N": block_n}
     key = (*spans.values(), block_g // group, num_splits, *cuts)
@@ -280,10 +275,10 @@ def paged_decode_attention(
                 start, q, kv_cache, block_tables, listed, out, partial, lse, scale * LOG2E, num_tokens, group,
                 num_q_heads, head_dim, kv_cache.shape[3], num_splits, *cuts,
                 q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
-                **spans, SPLIT=split, HAS_SINKS=sinks is not None, BLOCK_G=block_g, BLOCK_D=block_d, REST=start > 0,
+                **spans, HAS_SINKS=sinks is not None, BLOCK_G=block_g, BLOCK_D=block_d, REST=start > 0,
                 num_warps=4, num_stages=5, maxnreg=_REGISTERS, **FUSED_MATH,
             )  # fmt: skip
-    if split:
+    if num_splits > 1 or sinks is not None:
         merge_splits(partial, lse, sinks, out, pieces=listed[4 : 4 + num_tokens])
     return out
 

@@ -64,6 +64,8 @@ def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, compile
     greedy = SamplingParams(max_tokens=1 if embedding is None else 0, temperature=0.0, ignore_eos=True)
     requests: list[tuple[int, SamplingParams]] = [(2, greedy)]
     if compiles:
+        if embedding is None and max_model_len > 3:
+            requests.append((2, replace(greedy, max_tokens=2)))  # a step of a decode alone, which is not recorded yet
         longest = min(_LONGEST, max_model_len - 1)
         requests += [(length, greedy) for length in _powers_of_two(4, longest)]
         if embedding is None:
