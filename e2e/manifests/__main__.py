@@ -65,8 +65,8 @@ def _own(document: Json) -> Json:
 
 def check_schemas(program: Path, folder: Path, modules: Path) -> list[str]:
     """Of the manifests in the folder, and of the examples."""
-    source = Path(run("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/kubernetes", cwd=modules, env=ENVIRONMENT).strip())
-    swagger = json.loads((source / "api" / "openapi-spec" / "swagger.json").read_text())
+    told = json.loads(run("go", "mod", "download", "-json", "k8s.io/kubernetes", cwd=modules, env=ENVIRONMENT))
+    swagger = json.loads((Path(told["Dir"]) / "api" / "openapi-spec" / "swagger.json").read_text())
     read = {file: _read(file) for file in [*folder.glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")]}
     files = [file for file, documents in read.items() if all("apiVersion" in each for each in documents)]
     wanted = {(each["apiVersion"], each["kind"]) for file in files for each in read[file]}
