@@ -8,7 +8,9 @@ Flash-Decoding's split over the context gives a lone sequence several programs.
 What there is to read is listed on the device first, once for all layers that see the same keys: a tile of a sequence's
 tokens and a piece of its context each. Nobody on the host knows the list's length: more programs than most steps need
 take a piece each, and a few go through what is left. So a captured CUDA graph serves all lengths that fit its block
-table at about the cost of those that there are, and every way in which its tokens may belong to sequences.
+table at about the cost of those that there are, and every way in which its tokens may belong to sequences. On an H200 a
+recorded step of 256 short contexts takes 10.7 ms so, and took 25 with a program for each piece that tables have room
+for; contexts that fill their tables take 4 to 10% longer (354 us for 322 at 32 x 8,192).
 
 A row has the same bits decoded, among guesses, alone and in company: the tile's shape is one for all, a row's cuts
 follow from its own context, and keys that only other rows of the tile see change nothing of it (weights of exactly 0,
