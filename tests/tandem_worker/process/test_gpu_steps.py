@@ -6,16 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tandem_api.keys import open_ring
 from tandem_api.launch import Device
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.process.build import _Start
 from tandem_worker.process.graph import Step, check_steps
+from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.prewarm import _STEPS
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.standby import Standby
 
+from tests.tandem_worker.model.checkpoint.test_image import HostMemory, read
 from tests.tandem_worker.process.test_prewarm import config, facts
 
 
@@ -55,6 +58,19 @@ def test_a_cpu_finds_prepared_weights_by_the_digest(tmp_path: Path) -> None:
     _, steps = plan(tmp_path, "CPU")
     assert "image" not in steps
     assert "digest" in find_needs(steps, "weights")
+
+
+def test_a_gpu_that_torch_cannot_use_is_left_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """Auto computes on the CPU then, though the driver has taken the weights."""
+    memory = HostMemory()
+    image = read(memory, [tiny_model / "model.safetensors"])
+    assert memory.num_bytes
+    start, _ = plan(tmp_path, "Auto")
+    ledger = MemoryLedger(on_gpu=False)
+    model = start._load_weights(tiny_model, torch.device("cpu"), None, None, ledger, image)
+    assert not memory.num_bytes
+    assert ledger.image is None
+    assert model.device.type == "cpu"
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])

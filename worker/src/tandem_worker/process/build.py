@@ -289,6 +289,9 @@ class _Start:
 
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
         weights, rows = self._config.weights, rows_of(self._config)
+        if image is not None and device.type != "cuda":
+            image.close()  # the driver has a GPU that torch cannot use
+            image = None
         model = load_model(
             path,
             device=device,
