@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.prewarm import _STEPS
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.standby import Standby
+from tandem_worker.process.worker import Worker
 
 from tests.tandem_worker.model.checkpoint.test_image import HostMemory, read
+from tests.tandem_worker.process.test_known import compile_into, open_kernels
 from tests.tandem_worker.process.test_prewarm import config, facts
 
 
@@ -71,6 +74,46 @@ def test_a_gpu_that_torch_cannot_use_is_left_alone(tiny_model: Path, tmp_path: P
     assert not memory.num_bytes
     assert ledger.image is None
     assert model.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("loaded", "kept"), [(300, 300), (-5, 0), (9 << 30, 1 << 30)])
+def test_what_the_largest_step_loads_has_its_place_where_it_is_not_run(
+    tmp_path: Path, loaded: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are given what is free, and libraries that a step which was believed has not loaded come later."""
+    monkeypatch.setattr("tandem_worker.engine.execute.arena.measure_arena", lambda *_, **__: 1000)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    arenas = []
+    for name in ("one", "two"):
+        start, _ = plan(tmp_path, "CUDA")
+        start._kernels = open_kernels(start._store, tmp_path / name)
+        compile_into(tmp_path / name, "AAAA")
+        seen = iter((50, 50 + loaded))
+        ledger = MemoryLedger(on_gpu=True)
+        monkeypatch.setattr(MemoryLedger, "observe_other", lambda _, seen=seen: next(seen))
+        model = SimpleNamespace(device=torch.device("cuda"))
+        arenas.append(start._measure_arena(model, ledger, tmp_path))  # type: ignore[arg-type]
+        assert ledger.by_kind["arena"] == 1000
+        assert start._kernels.save()
+        assert start._known is not None
+        start._known.save()
+    assert arenas == [1000, 1000 + kept]
+
+
+def test_recordings_wait_for_the_first_answer_not_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem_worker.process.worker._FIRST_ANSWER_SECONDS", 30.0)
+    tokens, looks = iter((1, 1, 1, 2)), list[int]()
+    released: list[bool] = []
+
+    def look() -> SimpleNamespace:
+        looks.append(next(tokens))
+        return SimpleNamespace(generated_tokens_total=looks[-1])
+
+    engine = SimpleNamespace(stats=look, hold_recordings=lambda *, held: released.append(held))
+    Worker._resume_recordings(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
+    assert looks == [1, 1, 1, 2]
+    assert released == [False]
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
