@@ -19,6 +19,9 @@ _LEAST_AHEAD, _MOST_AHEAD = 0.0, 2.0
 _AHEAD, _AHEAD_WEIGHT = 0.15, 0.05
 """What running ahead is taken to save before anything was measured, as a share of a step of one row, guessing included,
 and how fast that is learned. It is the host's time, which hardly grows with the rows."""
+_DOUBT = 0.001
+"""Share by which a step without guesses brings what is above that back to it. Steps with guesses alone teach, and where
+they were slow for another reason, as while theirs are still to be recorded, there would never be one again."""
 _MOST_PAUSE = 7
 """Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
@@ -180,8 +183,10 @@ class Speculator:
                 self._ahead += _AHEAD_WEIGHT * max(-1.0, min(1.0, error))
                 self._ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, self._ahead))
             self.costs.learn(plan.num_tokens, seconds * relative / (relative + self._ahead))
-        else:
-            self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
+            return
+        if self._ahead is not None:
+            self._ahead -= _DOUBT * max(0.0, self._ahead - _AHEAD)
+        self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
 
     def _spent_on(self, plan: StepPlan) -> float:
         """Seconds that went into this step's guesses. None were made for a step without room for them, nor were those
