@@ -22,6 +22,9 @@ and how fast that is learned. It is the host's time, which hardly grows with the
 _DOUBT = 0.001
 """Share by which a step without guesses brings what is above that back to it. Steps with guesses alone teach, and where
 they were slow for another reason, as while theirs are still to be recorded, there would never be one again."""
+_FIRST_STEPS = 8
+"""Steps without guesses before any waits for some: if all had them, what running ahead saves would be taken for what
+steps cost anyway."""
 _MOST_PAUSE = 7
 """Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
@@ -69,6 +72,8 @@ class Speculator:
         self._most_rows = most_rows
         self._ahead = _AHEAD if runs_ahead else None
         """What running ahead saves, as a share of a step of one row; None: steps never do."""
+        self._first_steps = _FIRST_STEPS if runs_ahead else 0
+        """So many are still to come."""
         self._pause = self._misses = 0
         """Steps ahead until somebody looks for guesses again, and looks since that was last worth it."""
         self._may_guess = may_guess
@@ -100,6 +105,8 @@ class Speculator:
         """Whether the next step is to have guesses, for which the tokens of `plan`'s step, which is under way, have to
         be known. Judged by what would have been guessed in that step itself; not in every step, where that was seldom
         anything."""
+        if self._first_steps and self._settings.adaptive:
+            return False
         if self._pause:
             self._pause -= 1
             return False
@@ -186,6 +193,7 @@ class Speculator:
             return
         if self._ahead is not None:
             self._ahead -= _DOUBT * max(0.0, self._ahead - _AHEAD)
+            self._first_steps = max(0, self._first_steps - 1)
         self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
 
     def _spent_on(self, plan: StepPlan) -> float:
