@@ -69,8 +69,14 @@ def test_a_kernel_is_missing(store: PreparedStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"[]", b'{"kernels": 1}', b'{"kernels": [], "measures": {"a": "b"}}', b"\xff"]
-)
+    "content",
+    [
+        b"{", b"[]", b"[" * 100_000, b'{"kernels": 1}', b'{"kernels": [], "measures": {"a": "b"}}', b"\xff",
+        *(b'{"kernels": ["AAAA/k.cubin"], "measures": {"activations": %b}}' % size for size in (
+            b"-1", b"1e999", b"NaN", b"1.5", b"true", b"null", b"1" + b"0" * 30,
+        )),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_read_is_measured_anew(store: PreparedStore, tmp_path: Path, content: bytes) -> None:
     known = start(store, tmp_path / "one", ("AAAA",), 7)
     store.discard(store.open(known._name), ValueError("to write it anew"))  # type: ignore[arg-type]
@@ -107,3 +113,23 @@ def test_what_a_name_says(store: PreparedStore, tmp_path: Path, changes: dict[st
     assert find_known_start(store, kernels, config(), tmp_path, records=False)._name != names[0]
     (tmp_path / "config.json").write_text('{"a": 1}')
     assert find_known_start(store, kernels, config(), tmp_path, records=True)._name != names[0]
+
+
+def test_another_file_under_the_same_name(store: PreparedStore, tmp_path: Path) -> None:
+    """A folder with a GGUF file has no config.json that would tell."""
+    kernels = open_kernels(store, tmp_path / "one")
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    model.mkdir()
+    draft.mkdir()
+
+    def name() -> str:
+        return find_known_start(store, kernels, config(), model, records=True, draft=draft)._name
+
+    (model / "m.gguf").write_bytes(b"a")
+    (draft / "model.safetensors").write_bytes(b"a")
+    (draft / "config.json").write_text("{}")
+    first = name()
+    (model / "m.gguf").write_bytes(b"ab")
+    second = name()
+    (draft / "config.json").write_text("[]")
+    assert len({first, second, name()}) == 3

@@ -255,6 +255,41 @@ def test_what_running_ahead_saves_is_learned_and_decides(lost: float, chance: fl
     assert bool(speculator.plan(decodes(2), 16)) is worth
 
 
+@pytest.mark.parametrize(("lost", "share"), [(0.1, 0.9), (1.5, 0.05)], ids=["it was something else", "it is so"])
+def test_slow_steps_are_not_held_against_guesses_for_ever(lost: float, share: float) -> None:
+    """Of steps with guesses alone comes what they cost, and those are slow for a while: still to be recorded, beside
+    another process. Without guesses nothing would ever contradict it."""
+    speculator = Speculator(
+        Offering(0.5), SpeculationSettings(), max_rows=64, runs_ahead=True, costs=StepCosts(ON_GPU), wall=lambda: 0.0
+    )
+    true, guessed = StepCosts(ON_GPU), []
+    for number in range(4000):
+        plan = decodes(1)
+        plan.guesses = speculator.plan(plan, 16) if number > 50 and speculator.is_worth_waiting(plan) else {}
+        seconds = true.relative(plan.num_tokens) + lost * bool(plan.guesses)
+        right = dict.fromkeys(plan.guesses, 1)
+        speculator.record(plan, right, 0.004 * seconds * (3.0 if 500 <= number < 540 else 1.0))
+        guessed.append(bool(plan.guesses))
+    late = sum(guessed[-1000:]) / 1000
+    assert late >= share if lost < 1 else late <= share
+
+
+def test_where_all_steps_might_have_guesses_the_first_have_none() -> None:
+    """What the device waits for the host is told from what a step takes by those alone."""
+    speculator = Speculator(
+        Offering(0.4), SpeculationSettings(), max_rows=64, runs_ahead=True, costs=StepCosts(ON_GPU), wall=lambda: 0.0
+    )
+    true, guessed = StepCosts(ON_GPU), 0
+    for _ in range(1000):
+        plan = decodes(1)
+        plan.guesses = speculator.plan(plan, 16) if speculator.is_worth_waiting(plan) else {}
+        seconds = true.relative(plan.num_tokens) + 2.0 * bool(plan.guesses)
+        speculator.record(plan, dict.fromkeys(plan.guesses, 1), 0.004 * seconds)
+        guessed += bool(plan.guesses)
+    assert guessed < 50
+    assert speculator.costs.predict(1) == pytest.approx(0.004, rel=0.05)
+
+
 def test_nobody_asks_for_guesses_that_have_no_room() -> None:
     """A GPU's host has no time to lose."""
     guesser = Offering(0.9)

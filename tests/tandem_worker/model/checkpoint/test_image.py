@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tandem_worker.host.collector import paused_collector
 from tandem_worker.host.cuda import CudaError
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.carrying import Carriers, opened
@@ -187,6 +188,48 @@ def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
         read(memory, [path])
     gc.collect()  # the error's frames
     assert memory.num_bytes == 0
+
+
+def test_what_is_only_read_is_not_on_the_device_twice(tmp_path: Path) -> None:
+    """Experts as one tensor, and what belongs to a vision tower: a loader copies the former from the file."""
+    path = tmp_path / "model.safetensors"
+    tensors = {"experts": torch.randn(4, 10, 10), "indexes": torch.ones(10, 20, dtype=torch.int64)}
+    save_file(tensors | {"router": torch.randn(10, 10)}, path)
+    memory = HostMemory()
+    image = read(memory, [path])
+    assert memory.num_bytes == 400
+    assert image.take((path, "experts"), torch.float32, (4, 10, 10)) is None
+    assert image.take((path, "router"), torch.float32, (10, 10)) is not None
+
+
+class LanelessDriver(HostMemory):
+    """One without pinned memory."""
+
+    def free_bytes(self) -> int:
+        return self._room
+
+    @contextmanager
+    def open_lane(self, size: int) -> Iterator[HostLane]:
+        raise CudaError("CUDA error 2 in cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        yield HostLane(size)
+
+
+def test_a_reader_that_fails_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a cycle either: none is collected during a start, nor what is left of it ever."""
+    driver = LanelessDriver()
+    monkeypatch.setattr("tandem_worker.model.checkpoint.image.Driver", lambda: driver)
+    (tmp_path / "config.json").write_text("{}")
+    save_file({f"t{number}": torch.randn(10, 10) for number in range(4)}, tmp_path / "model.safetensors")
+    with paused_collector():
+        assert read_image(tmp_path, 2) is None
+        assert driver.most
+        assert not driver.num_bytes
+
+
+def test_a_configuration_that_is_no_text_is_for_others_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
+    save_file({"t": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert find_plain(tmp_path)
 
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tandem_worker.host.cuda import CudaError
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.carrying import Carriers, Span
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader
@@ -195,6 +197,21 @@ def test_a_device_that_fails_ends_the_load(tmp_path: Path) -> None:
     source = write(tmp_path, {"t": torch.ones(500, 4)})
     with pytest.raises(RuntimeError, match="the device is gone"), uploading(broken=True) as uploads:
         build_loader(source, uploads, torch.float32).load("t", (500, 4))
+
+
+def test_without_pinned_memory_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are copied one after another then."""
+
+    class Laneless:
+        @contextmanager
+        def open_lane(self, size: int) -> Iterator[SlowLane]:
+            raise CudaError("CUDA error 2 in cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+            yield SlowLane(size)
+
+    monkeypatch.setattr("tandem_worker.model.checkpoint.upload.Driver", lambda _: Laneless())
+    with pytest.raises(CudaError, match="cuMemHostAlloc"):
+        open_uploads(torch.device("cuda", 0))
+    assert not any(thread.name.startswith("weights-") for thread in threading.enumerate())
 
 
 def test_a_load_that_fails_leaves_no_thread(tmp_path: Path) -> None:

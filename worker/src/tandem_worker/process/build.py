@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOADED = 1 << 30
+"""Bytes of libraries' kernels. More is what another process has taken of the device meanwhile."""
+
 
 def build_worker(
     config: WorkerConfig,
@@ -273,6 +276,9 @@ class _Start:
 
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
         weights, rows = self._config.weights, rows_of(self._config)
+        if image is not None and device.type != "cuda":
+            image.close()  # the driver has a GPU that torch cannot use
+            image = None
         model = load_model(
             path,
             device=device,
@@ -347,8 +353,11 @@ class _Start:
             from tandem_worker.process.known import find_known_start
 
             records = self._pod.cuda_graphs
-            self._known = find_known_start(self._store, self._kernels, self._config, path, records=records)
-        memory.by_kind["arena"] = self._measure(
+            self._known = find_known_start(
+                self._store, self._kernels, self._config, path, records=records, draft=self._draft
+            )
+        others = memory.observe_other()
+        arena = memory.by_kind["arena"] = self._measure(
             "activations",
             lambda: measure_arena(
                 model,
@@ -357,7 +366,11 @@ class _Start:
                 block_size=self._config.kv.block_size,
             ),
         )
-        return memory.by_kind["arena"]
+        if self._known is None:
+            return arena
+        # What the largest step loads onto the device: where it is not run, that comes when the blocks have their place.
+        loaded = self._known.measure("libraries", lambda: min(_MOST_LOADED, max(0, memory.observe_other() - others)))
+        return arena + loaded if self._known.is_complete else arena
 
     def _measure(self, name: str, run: Callable[[], int]) -> int:
         return run() if self._known is None else self._known.measure(name, run)

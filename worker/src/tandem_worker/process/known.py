@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING
 from tandem_api.launch import WorkerConfig
 from xxhash import xxh3_64_hexdigest
 
+from tandem_worker.model.config import CONFIG_FILE
 from tandem_worker.model.prepared.kernels import PreparedKernels, describe_sources
+from tandem_worker.model.sources.digest import list_files
 
 if TYPE_CHECKING:
     from tandem_worker.model.prepared.store import PreparedStore
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 1
+LAYOUT = 2
+_MOST_BYTES = 1 << 50
 _DECIDING: Mapping[str, bool | set[str]] = {
     **dict.fromkeys(("role", "device", "dtype", "weights", "max_model_len", "scheduler", "speculative"), True),
     "kv": {"block_size", "memory_bytes", "host_memory_bytes"},
@@ -51,11 +54,8 @@ class KnownStart:
             return
         try:
             found = json.loads(content)
-            needed, measures = (
-                frozenset(found["kernels"]),
-                {name: int(size) for name, size in found["measures"].items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            needed, measures = frozenset(found["kernels"]), _read_sizes(dict(found["measures"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("what an earlier start measured cannot be read, so it is measured anew: %s", error)
             return
         if needed and needed <= self._kernels.restored:
@@ -77,15 +77,36 @@ class KnownStart:
 
 
 def find_known_start(
-    store: PreparedStore, kernels: PreparedKernels, config: WorkerConfig, model: Path, *, records: bool
+    store: PreparedStore,
+    kernels: PreparedKernels,
+    config: WorkerConfig,
+    model: Path,
+    *,
+    records: bool,
+    draft: Path | None = None,
 ) -> KnownStart:
-    """What is known of the model in the folder or file `model`; `records`: decode steps are recorded."""
-    told = model / "config.json"
-    content = told.read_bytes() if told.is_file() else f"{model} {model.stat().st_size}".encode()
+    """What is known of the model in the folder or file `model` with the draft head in `draft`; `records`: decode steps
+    are recorded."""
+    import torch
+
     facts = {
-        "model": xxh3_64_hexdigest(content),
+        "model": [[_describe_file(*each) for each in list_files(path)] for path in (model, draft) if path is not None],
+        "torch": torch.__version__,
         "sources": describe_sources(Path(__file__).parents[1]),
         "config": config.model_dump(mode="json", include=dict(_DECIDING)),
         "records": records,
     }
     return KnownStart(store, kernels, facts)
+
+
+def _read_sizes(told: Mapping[str, object]) -> dict[str, int]:
+    """As they are told. Raises ValueError for what are no sizes."""
+    sizes = {name: size for name, size in told.items() if type(size) is int and 0 <= size < _MOST_BYTES}
+    if len(sizes) < len(told):
+        raise ValueError(f"{told} are no sizes")
+    return sizes
+
+
+def _describe_file(name: str, file: Path) -> str:
+    """Weights by their size: two checkpoints that differ in nothing else differ in nothing that is measured."""
+    return f"{name} {xxh3_64_hexdigest(file.read_bytes()) if name == CONFIG_FILE else file.stat().st_size}"

@@ -100,8 +100,8 @@ class Worker:
 
     def _resume_recordings(self) -> None:
         """Once the first answer has begun, or nobody has asked for one."""
-        deadline = time.monotonic() + _FIRST_ANSWER_SECONDS
-        while not self.engine.stats().generated_tokens_total and time.monotonic() < deadline:
+        deadline, warm_up = time.monotonic() + _FIRST_ANSWER_SECONDS, self.engine.stats().generated_tokens_total
+        while self.engine.stats().generated_tokens_total == warm_up and time.monotonic() < deadline:
             time.sleep(0.02)
         self.engine.hold_recordings(held=False)
 

@@ -19,6 +19,12 @@ _LEAST_AHEAD, _MOST_AHEAD = 0.0, 2.0
 _AHEAD, _AHEAD_WEIGHT = 0.15, 0.05
 """What running ahead is taken to save before anything was measured, as a share of a step of one row, guessing included,
 and how fast that is learned. It is the host's time, which hardly grows with the rows."""
+_DOUBT = 0.001
+"""Share by which a step without guesses brings what is above that back to it. Steps with guesses alone teach, and where
+they were slow for another reason, as while theirs are still to be recorded, there would never be one again."""
+_FIRST_STEPS = 8
+"""Steps without guesses before any waits for some: if all had them, what running ahead saves would be taken for what
+steps cost anyway."""
 _MOST_PAUSE = 7
 """Steps ahead, at the most, in which nobody looks whether guesses would pay."""
 
@@ -66,6 +72,8 @@ class Speculator:
         self._most_rows = most_rows
         self._ahead = _AHEAD if runs_ahead else None
         """What running ahead saves, as a share of a step of one row; None: steps never do."""
+        self._first_steps = _FIRST_STEPS if runs_ahead else 0
+        """So many are still to come."""
         self._pause = self._misses = 0
         """Steps ahead until somebody looks for guesses again, and looks since that was last worth it."""
         self._may_guess = may_guess
@@ -97,6 +105,8 @@ class Speculator:
         """Whether the next step is to have guesses, for which the tokens of `plan`'s step, which is under way, have to
         be known. Judged by what would have been guessed in that step itself; not in every step, where that was seldom
         anything."""
+        if self._first_steps and self._settings.adaptive:
+            return False
         if self._pause:
             self._pause -= 1
             return False
@@ -180,8 +190,11 @@ class Speculator:
                 self._ahead += _AHEAD_WEIGHT * max(-1.0, min(1.0, error))
                 self._ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, self._ahead))
             self.costs.learn(plan.num_tokens, seconds * relative / (relative + self._ahead))
-        else:
-            self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
+            return
+        if self._ahead is not None:
+            self._ahead -= _DOUBT * max(0.0, self._ahead - _AHEAD)
+            self._first_steps = max(0, self._first_steps - 1)
+        self.costs.learn(plan.num_tokens, seconds - self._spent_on(plan))
 
     def _spent_on(self, plan: StepPlan) -> float:
         """Seconds that went into this step's guesses. None were made for a step without room for them, nor were those

@@ -155,6 +155,7 @@ class Carriers:
             self._queue.put(None)
         for thread in self.threads:
             thread.join()
+        self._error = None  # its frames hold this, and memory of the device
 
     def describe(self, seconds: float) -> dict[str, float]:
         """For the log: what was carried in so many seconds."""

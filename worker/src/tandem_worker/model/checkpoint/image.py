@@ -34,7 +34,9 @@ PIECE = 32 << 20
 """Bytes that are read at a stretch: imports keep the interpreter, and each piece waits for it a few times."""
 _FREE_SHARE = 0.9
 _CONFIG = "config.json"
-_QUANTIZED = '"quantization_config"'
+_QUANTIZED = b'"quantization_config"'
+_MATRICES = frozenset({"F32", "F16", "BF16"})
+"""Element types of tensors that say where they lie (`Stored.place`)."""
 
 
 class Memory(Protocol):
@@ -74,6 +76,12 @@ def plan_chunks(entries: Iterable[Entry], *, large: int = LARGE, shared: int = S
             together = []
     if together:
         yield _join(together)
+
+
+def is_taken(entry: Entry) -> bool:
+    """Whether it is what a loader takes out of an image. What it only reads, as experts that are one tensor, would be
+    in the device's memory twice."""
+    return len(entry.shape) == 2 and entry.dtype in _MATRICES
 
 
 def _join(entries: list[Entry]) -> Plan:
@@ -130,7 +138,7 @@ class Image:
         for file in files:
             assert file.header is not None
             for plan in plan_chunks(file.header.entries, **sizes):
-                if not plan.span.size:
+                if not plan.span.size or not any(map(is_taken, plan.tensors)):
                     continue
                 chunk = Chunk(self._memory, plan.span.size, self._count)
                 for entry in plan.tensors:
@@ -194,7 +202,7 @@ def read_image(path: Path, num_threads: int) -> Image | None:
             image.close()
             raise
     except (CudaError, OSError) as error:
-        logger.warning("weights are not read before torch is there: %s", error)
+        logger.warning("weights are not read before torch is there: %s", str(error))  # whose frames have some of them
         return None
     logger.info("weights are on the device", extra=carriers.describe(time.perf_counter() - began))
     return image
@@ -202,6 +210,6 @@ def read_image(path: Path, num_threads: int) -> Image | None:
 
 def find_plain(path: Path) -> list[Path]:
     """The files of a checkpoint whose tensors are loaded as they are; none where those are packed or quantized."""
-    if not path.is_dir() or is_packed(path) or _QUANTIZED in (path / _CONFIG).read_text(encoding="utf-8"):
+    if not path.is_dir() or is_packed(path) or _QUANTIZED in (path / _CONFIG).read_bytes():
         return []
     return find_safetensors(path)

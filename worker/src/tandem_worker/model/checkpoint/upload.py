@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from tandem_worker.host.cuda import Driver
-from tandem_worker.model.checkpoint.carrying import MOST_READERS, Carriers, Span, WeightFile
+from tandem_worker.model.checkpoint.carrying import MOST_READERS, PIECE, Carriers, Span, WeightFile
 from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Slice, Stored
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ KINDS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 def open_uploads(device: torch.device) -> Uploads:
     """The way onto a GPU, with as many readers as torch has threads, within reason. Raises CudaError."""
     driver, readers = Driver(device.index or 0), max(2, min(MOST_READERS, torch.get_num_threads()))
+    with driver.open_lane(PIECE):  # what fails on a reader's thread fails the load, which can do without
+        pass
     return Uploads(
         Carriers(driver.open_lane, readers), settle_device=lambda: torch.cuda.current_stream(device).synchronize()
     )
