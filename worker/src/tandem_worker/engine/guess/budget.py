@@ -19,12 +19,9 @@ MOST_LOSS = 0.05
 """Tokens per second that a choice may lose to the guesses of others, beside what it has gained by its own before."""
 MOST_LEAD = 16.0
 """Tokens. An answer that was guessed well for long is not slowed down for as long afterwards."""
-
-
 MOST_DEBT = 4.0
 """Tokens. What an answer has lost by guesses of its own is overlooked up to here: of many answers with good guesses one
 always has bad luck, and the others would wait for it."""
-
 _MOST_LOOKS = 64
 """Numbers of guesses that are looked at in a step, about: of hundreds a device waits for the host to look at each."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -153,7 +154,7 @@ class Image:
         found = self._places.get(place)
         if found is None or found.offset % dtype.itemsize or found.entry.shape != shape:
             return None
-        if _count_bytes(shape, dtype) != found.entry.nbytes:
+        if dtype.itemsize * math.prod(shape) != found.entry.nbytes:
             return None
         del self._places[place]
         tensor = self._wrap(_Bytes(found)).view(dtype).view(shape)
@@ -165,13 +166,6 @@ class Image:
 
     def _count(self, size: int) -> None:
         self.num_bytes += size
-
-
-def _count_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
 
 
 def _wrap(content: Any) -> torch.Tensor:

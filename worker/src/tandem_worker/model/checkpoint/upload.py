@@ -12,13 +12,13 @@ import torch
 
 from tandem_worker.host.cuda import Driver
 from tandem_worker.model.checkpoint.carrying import MOST_READERS, PIECE, Carriers, Span, WeightFile
-from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Slice, Stored
+from tandem_worker.model.checkpoint.safetensors import KINDS
+from tandem_worker.model.checkpoint.stored import Slice, Stored
 
 logger = logging.getLogger(__name__)
 
 LEAST = 1 << 20
 """Bytes of a tensor below which copying it at once takes less than telling others to."""
-KINDS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 
 
 def open_uploads(device: torch.device) -> Uploads:
@@ -54,13 +54,12 @@ class Uploads:
 
     def fill(self, target: torch.Tensor, stored: Stored, piece: Slice | None) -> bool:
         """Begin to fill `target`, which is contiguous, with a matrix or a piece of it; it is filled when `settle`
-        returns. False: it must be copied, for it is small, has gaps, is of another type, or lies in
-        no file as it is.
+        returns. False: it must be copied, for it is small, has gaps, is of another type, or lies in no file as it is.
 
         Raises StartupError where a file cannot be read, this one or an earlier one, and CudaError.
         """
         self._carriers.check()
-        if stored.place is None or KINDS.get(stored.kind) is not target.dtype or target.nbytes < self._least:
+        if stored.place is None or KINDS.get(target.dtype) != stored.kind or target.nbytes < self._least:
             return False
         path, name = stored.place
         if path not in self._files:
