@@ -35,7 +35,7 @@ MOUNT = """
 import ctypes, os, sys
 pid, action, path = sys.argv[1:]
 libc = ctypes.CDLL(None, use_errno=True)
-BIND, REMOUNT, READ_ONLY, DETACH = 4096, 32, 1, 2
+BIND, REMOUNT, READ_ONLY, DETACH, MOVE = 4096, 32, 1, 2, 8192
 
 def call(name, *arguments):
     if getattr(libc, name)(*arguments):
@@ -46,10 +46,14 @@ assert os.readlink(theirs) != os.readlink("/proc/self/ns/mnt"), "this would chan
 call("setns", os.open(theirs, os.O_RDONLY), 0x20000)
 folders, path = [each.name for each in os.scandir(path) if each.is_dir()], path.encode()
 if action == "full":
-    call("mount", b"tmpfs", path, b"tmpfs", 0, b"size=1m,mode=0777")
+    made = b"/dev/shm/full"
+    os.mkdir(made)
+    call("mount", b"tmpfs", made, b"tmpfs", 0, b"size=1m,mode=0777")
     for each in folders:
-        os.mkdir(os.path.join(path, each.encode()))
-        os.chmod(os.path.join(path, each.encode()), 0o777)
+        os.mkdir(os.path.join(made, each.encode()))
+        os.chmod(os.path.join(made, each.encode()), 0o777)
+    call("mount", made, path, None, MOVE, None)
+    os.rmdir(made)
 elif action == "read-only":
     call("mount", path, path, None, BIND, None)
     call("mount", None, path, None, BIND | REMOUNT | READ_ONLY, None)
@@ -59,8 +63,9 @@ else:
 """Mounts over the volume, in the container's own mount namespace: no other container sees it, and it ends with this
 one.
 
-The other filesystem has as little room as that of a volume that is full; what is bound read-only lets nothing be opened
-for writing, as a filesystem does that has become so.
+The other filesystem has as little room as that of a volume that is full, and is moved there whole: a worker that wrote
+while its folders were made would say that they had gone. What is bound read-only lets nothing be opened for writing, as
+a filesystem does that has become so.
 """
 FREEZE = """
 import os, pathlib, sys
