@@ -62,7 +62,7 @@ def assert_greedy(fleet: Fleet, model: str, oracle: tuple[Any, Any]) -> None:
 
 async def ask_once(url: str) -> LoadOutcome:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
-        return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 20)
+        return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 60)
 
 
 def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tuple[Any, Any]) -> None:
@@ -95,9 +95,9 @@ def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged.wait_role(MODEL, "unified", NODES)
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
-        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=60)
     assert_greedy(staged, MODEL, oracle)
-    staged.wait_blocks_free(MODEL, within=10)
+    staged.wait_blocks_free(MODEL)
 
 
 def restart_count(fleet: Fleet, pod: str) -> int:
@@ -140,11 +140,11 @@ def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, or
 @pytest.mark.full
 def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.patch(MODEL, {"suspend": True})
-    until("every pod to be gone", lambda: not staged.pods(MODEL), within=60)
+    until("every pod to be gone", lambda: not staged.pods(MODEL), within=120)
     staged.patch(MODEL, {"suspend": False})
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
-        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=60)
 
 
 def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
@@ -163,7 +163,7 @@ def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tupl
         )
     assert raw.headers["x-tandem-prefill-worker"] == "resliced-prefill-0"
     assert raw.headers["x-tandem-decode-worker"] == "resliced-decode-0"
-    fleet.wait_blocks_free("resliced", within=10)
+    fleet.wait_blocks_free("resliced")
 
 
 def one_pod_of_three_ranks(name: str) -> Object:
@@ -191,4 +191,4 @@ def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[A
     fleet.wait_ready("split")
     assert_greedy(fleet, "split", oracle)
     fleet.delete("inferencemodels", "split")
-    until("every child to be gone", lambda: not fleet.children("split") and not fleet.pods("split"), within=30)
+    until("every child to be gone", lambda: not fleet.children("split") and not fleet.pods("split"), within=120)
