@@ -71,7 +71,7 @@ def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tup
 
 
 def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> None:
-    status = staged.get("inferencemodels", MODEL)["status"]["decode"]
+    status = staged.wait_ready(MODEL)["status"]["decode"]
     assert (status["replicas"], status["ready"], status["updated"], status["summary"]) == (1, 1, 1, "1/1")
     with staged.openai(MODEL) as api:
         raw = [
