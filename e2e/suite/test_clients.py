@@ -27,6 +27,10 @@ def body(stream: bool, max_tokens: int, content: str = LONG) -> dict[str, object
     }
 
 
+def wait_used(main: Fleet) -> None:
+    until("blocks in use", lambda: any(main.blocks_in_use("main").values()), within=60, every=0.05)
+
+
 def wait_freed(main: Fleet, url: str) -> None:
     """Behind another client's answer, which waited for the same step: on a machine with other tests one takes longer
     than a second."""
@@ -41,7 +45,7 @@ def test_disconnect_inside_a_stream(main: Fleet) -> None:
             lines = response.iter_lines()
             for _ in range(6):
                 next(lines)
-            assert sum(main.blocks_in_use("main").values()) > 0
+            wait_used(main)
         wait_freed(main, url)
 
 
@@ -52,6 +56,6 @@ def test_disconnect_before_the_first_token(main: Fleet, stream: bool) -> None:
     with main.url("main") as url:
         with closing(HTTPConnection(httpx.URL(url).netloc.decode())) as link:
             link.request("POST", CHAT, document, {"Content-Type": "application/json"})
-            until("blocks in use", lambda: any(main.blocks_in_use("main").values()), within=60, every=0.05)
+            wait_used(main)
             assert select.select([link.sock], [], [], 0)[0] == [], "nothing has been answered yet"
         wait_freed(main, url)
