@@ -265,7 +265,7 @@ class Fleet:
         with (
             self.url(model) as url,
             openai.OpenAI(
-                base_url=f"{url}/v1", api_key="unused", **{"max_retries": 0, "timeout": 120.0} | options
+                base_url=f"{url}/v1", api_key="unused", **{"max_retries": 0, "timeout": 300.0} | options
             ) as api,
         ):
             yield api

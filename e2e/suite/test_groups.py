@@ -153,7 +153,7 @@ def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tupl
     manifest["spec"]["prefill"]["parallelism"] = {"tensor": 3}
     manifest["spec"]["decode"] |= {"nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}}
     fleet.apply(manifest)
-    fleet.wait_ready("resliced", within=300)
+    fleet.wait_ready("resliced")
     assert_greedy(fleet, "resliced", oracle)
     with fleet.openai("resliced") as api:
         raw = api.chat.completions.with_raw_response.create(
@@ -173,7 +173,7 @@ def one_pod_of_three_ranks(name: str) -> Object:
     return manifest
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """Turned on, seen working, undone, deleted: one object all along."""
     fleet.apply(one_pod_of_three_ranks("split"))
@@ -187,7 +187,7 @@ def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[A
         assert [is_ready(pod) for pod in pods] == [True]
         return [port["name"] for port in pods[0]["spec"]["containers"][0]["ports"]] == ["http", "metrics", "kv"]
 
-    until("a pod of one rank", single, within=300)
+    until("a pod of one rank", single, within=480)
     fleet.wait_ready("split")
     assert_greedy(fleet, "split", oracle)
     fleet.delete("inferencemodels", "split")
