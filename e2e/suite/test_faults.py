@@ -89,8 +89,13 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
         assert all(outcome.complete for outcome in undisturbed), "nothing has happened yet"
         sender = threading.Thread(target=lambda: outcomes.extend(stream()))
         sender.start()
-        victim = pair.pods("pair", "decode")[0]["metadata"]["name"]
-        until("streams on the victim", lambda: pair.blocks_in_use("pair").get(victim, 0) > 10, within=60)
+        decoding = {pod["metadata"]["name"] for pod in pair.pods("pair", "decode")}
+
+        def loaded() -> str | None:
+            used = pair.blocks_in_use("pair")
+            return next((name for name in decoding if used.get(name, 0) > 10), None)
+
+        victim = until("streams on a decode worker", loaded, within=60)
         if how == "killed":
             pair.send_signal(victim, "SIGKILL")
         else:
