@@ -18,7 +18,7 @@ POLL_SECONDS = 15
 HUB_ENDPOINT = "http://mirror.tandem-mirror.svc"
 
 
-def helm(cluster: Any, *arguments: str, timeout: float = 180) -> str:
+def helm(cluster: Any, *arguments: str, timeout: float = 360) -> str:
     """Output of a helm command. Raises RuntimeError with what helm said."""
     result = subprocess.run(
         [str(cluster.helm), "--kubeconfig", str(cluster.kubeconfig), *arguments],
@@ -55,9 +55,9 @@ def install_chart(cluster: Any, *extra: str) -> None:
     """Install or upgrade the release and wait until the operator is up."""
     helm(
         cluster, "upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace",
-        *chart_values(cluster), "--wait", "--timeout", "120s", *extra,
+        *chart_values(cluster), "--wait", "--timeout", "300s", *extra,
     )  # fmt: skip
 
 
 def uninstall_chart(cluster: Any) -> None:
-    helm(cluster, "uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "60s")
+    helm(cluster, "uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "180s")

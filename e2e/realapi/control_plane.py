@@ -80,14 +80,14 @@ def start(folder: Path) -> Iterator[ControlPlane]:
         run("etcd", _etcd(folder, etcd))
         run("kube-apiserver", _api_server(folder, etcd, server))
         kubernetes = Kubernetes(str(kubeconfig))
-        until("the API server to be ready", lambda: _is_ready(kubernetes), within=60)
+        until("the API server to be ready", lambda: _is_ready(kubernetes), within=180)
         run("kube-controller-manager", _controllers(folder, kubeconfig))
         made = ControlPlane(folder=folder, kubeconfig=kubeconfig, kubernetes=kubernetes)
         stack.callback(made.stop_operators)
         crd = yaml.safe_load((ROOT / "crds" / "tandem.dev_inferencemodels.yaml").read_text())
         kubernetes.request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": _OPERATOR}})
-        until("the CRD to be served", lambda: _serves_models(kubernetes), within=30)
+        until("the CRD to be served", lambda: _serves_models(kubernetes), within=120)
         yield made
 
 

@@ -75,7 +75,7 @@ class Space(Fleet):
         assert self.told("Reconciling") is None, self.told("Reconciling")
         return True
 
-    def wait_settled(self, replicas: int, *, within: float = 60) -> None:
+    def wait_settled(self, replicas: int, *, within: float = 180) -> None:
         until("the workers to be settled", lambda: self.settled(replicas), within=within)
 
 
@@ -135,7 +135,7 @@ def rolled(space: Space, before: dict[str, str], replicas: int) -> Callable[[], 
             assert not kept, f"{len(kept)} of before"
             return space.settled(replicas)
 
-        until("all workers to be new", all_new, within=90)
+        until("all workers to be new", all_new, within=240)
 
     return wait
 

@@ -23,7 +23,7 @@ from e2e.cluster.errors import ClusterError
 from e2e.install import install_chart
 from e2e.suite import lanes
 from e2e.suite.bare import nodes, plane, space
-from e2e.suite.fleet import WAITED, Fleet, Kubernetes, Say, smollm2
+from e2e.suite.fleet import WAITED, Fleet, Kubernetes, Say, smollm2, until
 
 __all__ = ["nodes", "plane", "space"]
 """Fixtures of other files."""
@@ -98,10 +98,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def make_namespace(cluster: Any, kubernetes: Kubernetes, name: str) -> Fleet:
+    """A namespace that admits pods: before it has its ServiceAccount the API server refuses them."""
     kubernetes.request(
         "POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": RESTRICTED | {"tandem-e2e": "true"}}}
     )
-    return Fleet(cluster, kubernetes, name)
+    made = Fleet(cluster, kubernetes, name)
+    until(f"the ServiceAccount of {name}", lambda: made.exists("serviceaccounts", "default"), within=60, every=0.05)
+    return made
 
 
 @pytest.fixture

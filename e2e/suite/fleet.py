@@ -17,16 +17,16 @@ import httpx
 import openai
 from kubernetes import client, config
 from tandem_api.names import WORKER_METRICS_PORT
-from urllib3.exceptions import ProtocolError
+from urllib3.exceptions import HTTPError, ProtocolError
 
-from e2e.cluster.errors import CommandFailed
+from e2e.cluster.errors import ClusterError, CommandFailed
 
 Object = dict[str, Any]
 Say = Callable[[str], None]
 """Of the fixture `say`."""
 T = TypeVar("T")
 _SIGNAL = """
-import os, pathlib, signal, sys
+import contextlib, os, pathlib, signal, sys
 for entry in pathlib.Path("/proc").iterdir():
     if entry.name.isdigit() and int(entry.name) != os.getpid():
         try:
@@ -34,7 +34,8 @@ for entry in pathlib.Path("/proc").iterdir():
         except OSError:
             continue
         if b"tandem-worker" in command or b"tandem_worker" in command:
-            os.kill(int(entry.name), signal.Signals[sys.argv[1]])
+            with contextlib.suppress(ProcessLookupError):  # it has ended with one of those before
+                os.kill(int(entry.name), signal.Signals[sys.argv[1]])
 """
 
 WAITED: list[float] = []
@@ -46,18 +47,22 @@ class NotReached(AssertionError):
 
 
 def until(what: str, probe: Callable[[], T | None], *, within: float, every: float = 0.25) -> T:
-    """First truthy value of `probe`. An exception from it counts as not yet, and is shown if time runs out."""
+    """First truthy value of `probe`. An exception from it counts as not yet, and is shown if time runs out.
+
+    The last probe is one that begins when time is up: what probes take says nothing about the condition.
+    """
     began = time.monotonic()
     last: object = None
     while True:
+        is_last = time.monotonic() > began + within
         try:
             if result := probe():
                 WAITED.append(time.monotonic() - began)
                 return result
             last = result
-        except (AssertionError, client.ApiException, httpx.HTTPError, KeyError) as error:
+        except (AssertionError, ClusterError, client.ApiException, httpx.HTTPError, HTTPError, KeyError) as error:
             last = error
-        if time.monotonic() > began + within:
+        if is_last:
             raise NotReached(f"{what}: not within {within:g} s; last seen: {last!r}")
         time.sleep(every)
 
@@ -179,7 +184,7 @@ class Fleet:
         conditions = self.get("inferencemodels", model).get("status", {}).get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), None)
 
-    def wait_ready(self, model: str, within: float = 180) -> Object:
+    def wait_ready(self, model: str, within: float = 300) -> Object:
         """The object, once Ready is true for its present generation and nothing is at work any more: a rollout and a
         role that grows do not take Ready away."""
 
@@ -194,7 +199,7 @@ class Fleet:
 
         return until(f"{self.namespace}/{model} ready", probe, within=within)
 
-    def wait_role(self, model: str, role: str, count: int, within: float = 180) -> None:
+    def wait_role(self, model: str, role: str, count: int, within: float = 300) -> None:
         """Exactly `count` pods of the role exist and all are ready."""
 
         def probe() -> bool:
@@ -242,7 +247,7 @@ class Fleet:
         ]
         return {p["metadata"]["name"]: self.telemetry(p["metadata"]["name"])["kvBlocksUsed"] for p in workers}
 
-    def wait_blocks_free(self, model: str, within: float) -> None:
+    def wait_blocks_free(self, model: str, within: float = 60) -> None:
         def probe() -> bool:
             used = self.blocks_in_use(model)
             assert not any(used.values()), used
@@ -260,7 +265,7 @@ class Fleet:
         with (
             self.url(model) as url,
             openai.OpenAI(
-                base_url=f"{url}/v1", api_key="unused", **{"max_retries": 0, "timeout": 120.0} | options
+                base_url=f"{url}/v1", api_key="unused", **{"max_retries": 0, "timeout": 300.0} | options
             ) as api,
         ):
             yield api

@@ -73,7 +73,7 @@ async def stream_once(
 
 
 async def run_load(
-    base_url: str, model: str, prompts: Sequence[str], *, concurrency: int, max_tokens: int, limit: float = 120
+    base_url: str, model: str, prompts: Sequence[str], *, concurrency: int, max_tokens: int, limit: float = 240
 ) -> list[LoadOutcome]:
     """Send every prompt once, `concurrency` at a time; the outcomes in the order of the prompts."""
     gate = asyncio.Semaphore(concurrency)

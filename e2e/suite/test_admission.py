@@ -189,9 +189,10 @@ def test_gateways_get_their_rights_by_a_binding_and_those_of_earlier_releases_go
     live = fleet.apply(model())
     (binding,) = until("the gateway to be bound", lambda: fleet.find("rolebindings", "tandem.dev/model=m"), within=60)
     assert binding["roleRef"]["name"] == GATEWAY_ROLE
-    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "pods")
-    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "inferencemodels", group="tandem.dev")
-    assert not fleet.may(f"{fleet.namespace}:m-gateway", "get", "secrets")
+    gateway = f"{fleet.namespace}:m-gateway"
+    until("the API server to know of it", lambda: fleet.may(gateway, "watch", "pods"), within=60)
+    assert fleet.may(gateway, "watch", "inferencemodels", group="tandem.dev")
+    assert not fleet.may(gateway, "get", "secrets")
     assert not fleet.may(f"{fleet.namespace}:m-worker", "list", "pods")
     owner = {
         "apiVersion": live["apiVersion"], "kind": live["kind"], "name": "m", "uid": live["metadata"]["uid"],
@@ -212,7 +213,7 @@ def test_gateways_get_their_rights_by_a_binding_and_those_of_earlier_releases_go
     )
     until("the former Role to go", lambda: not fleet.find("roles", "tandem.dev/model=m"), within=60)
     until("its binding to go", lambda: len(fleet.find("rolebindings", "tandem.dev/model=m")) == 1, within=60)
-    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "pods")
+    assert fleet.may(gateway, "watch", "pods")
 
 
 def test_the_service_changes_its_type_in_place(fleet: Fleet) -> None:

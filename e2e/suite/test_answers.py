@@ -242,4 +242,4 @@ def test_the_pair_that_served_is_named(main: Fleet, api: openai.OpenAI) -> None:
 
 
 def test_no_block_stays_in_use(main: Fleet) -> None:
-    main.wait_blocks_free("main", within=5)
+    main.wait_blocks_free("main")

@@ -23,7 +23,7 @@ STEPS = {"steps": [{"weight": 25, "duration": "5s"}, {"weight": 60, "duration": 
 def untouched(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
     """A model that tests share whose canaries leave its workers as they are."""
     made = make_namespace(tandem, kubernetes, f"e2e-untouched-{uuid.uuid4().hex[:5]}")
-    serve(made, STEPS, progressDeadline="3m")
+    serve(made, STEPS, progressDeadline="10m")
     yield made
     kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
 
@@ -154,7 +154,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_is_tried(untouched: F
         stalled = fleet.condition(MODEL, "Stalled")
         return stalled if stalled and stalled["reason"] == "ModelNotFound" else None
 
-    until("the hub's answer", told, within=60)
+    until("the hub's answer", told, within=120)
     assert (rollout(fleet)["phase"], rollout(fleet)["revision"]) == ("Complete", 1)
     available = fleet.condition(MODEL, "Available")
     assert available is not None
@@ -171,7 +171,7 @@ def test_undo_by_number_in_the_middle_of_a_canary(untouched: Fleet) -> None:
     before = uids(fleet)
     endless = {"steps": [{"weight": 50, "duration": "1h"}]}
     fleet.patch(MODEL, {"engine": {"dtype": "BFloat16"}, "rollout": {"canary": endless}})
-    until("the canary", lambda: (rollout(fleet).get("canary") or {}).get("ready"), within=200)
+    until("the canary", lambda: (rollout(fleet).get("canary") or {}).get("ready"), within=400)
     fleet.patch(MODEL, {"rollout": {"revision": 1}})
     fleet.wait_ready(MODEL)
     assert uids(fleet) == before

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -46,7 +47,7 @@ class Charts:
 
     def run(self, *arguments: str) -> str:
         command = [str(self.helm), "--kubeconfig", str(self.plane.kubeconfig), "-n", NAMESPACE, *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -66,7 +67,16 @@ class Charts:
 
     def end(self) -> None:
         self.run("uninstall", "tandem")
+        self.remove_crd()
+
+    def remove_crd(self) -> None:
+        """Until it has gone: a chart that is installed before takes it for its own, and loses it then."""
         self.plane.kubernetes.request("DELETE", CRD)
+        until("the CRD to be gone", lambda: not self.has_crd(), within=120)
+
+    def has_crd(self) -> bool:
+        path, _, name = CRD.rpartition("/")
+        return any(found["metadata"]["name"] == name for found in self.plane.kubernetes.request("GET", path)["items"])
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +91,17 @@ def charts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Charts]:
     settings = read_settings()
     program = Builder(settings.go_modules, settings.cache).build("registry")
     with start(Path(tmp_path_factory.mktemp("plane"))) as plane:
-        plane.kubernetes.request("DELETE", CRD)  # charts bring it
         with (folder / "registry.log").open("wb") as log:
             served = subprocess.Popen([program, "serve", folder / "registry.json"], stdout=log, stderr=log)
         try:
-            yield Charts(plane, folder, address)
+            until(
+                "the registry to answer",
+                lambda: httpx.get(f"http://{address}/v2/", trust_env=False).is_success,
+                within=120,
+            )
+            made = Charts(plane, folder, address)
+            made.remove_crd()  # charts bring it
+            yield made
         finally:
             served.terminate()
             served.wait()
@@ -126,5 +142,5 @@ def test_from_a_chart_of_long_ago_with_its_values_alone(charts: Charts) -> None:
     charts.run("install", "tandem", str(old), "--set", "replicas=2")
     charts.released("upgrade", "--reuse-values", version="0.99.2")
     assert set(charts.shown()) == set(images.values())
-    until("the CRD to be this release's", lambda: crd_version(charts), within=10)
+    until("the CRD to be this release's", lambda: crd_version(charts), within=60)
     charts.end()

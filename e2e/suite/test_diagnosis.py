@@ -25,7 +25,7 @@ def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("mistaken", prefill=None)
     manifest["spec"]["engine"]["image"] = "registry.invalid/no-such-image:1"
     fleet.apply(manifest)
-    seen = until("the image to be named", lambda: cause(fleet, "mistaken", "no-such-image"), within=60)
+    seen = until("the image to be named", lambda: cause(fleet, "mistaken", "no-such-image"), within=120)
     say(f"wrong image: {seen['type']} {seen['reason']}: {seen['message']}")
 
     del manifest["spec"]["engine"]["image"]
@@ -37,7 +37,7 @@ def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     say(f"missing model: {seen['type']} {seen['reason']}: {seen['message']}")
 
     fleet.apply(smollm2("mistaken", prefill=None))
-    fleet.wait_ready("mistaken", within=180)
+    fleet.wait_ready("mistaken")
     assert fleet.condition("mistaken", "Stalled") is None
 
 
@@ -45,7 +45,7 @@ def test_missing_secret_then_wrong_token(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("secretive", prefill=None)
     manifest["spec"]["model"] |= {"uri": PRIVATE, "secretRef": {"name": "hub-token"}}
     fleet.apply(manifest)
-    seen = until("the Secret to be named", lambda: cause(fleet, "secretive", "hub-token"), within=60)
+    seen = until("the Secret to be named", lambda: cause(fleet, "secretive", "hub-token"), within=120)
     say(f"missing Secret: {seen['type']} {seen['reason']}: {seen['message']}")
     fleet.apply(
         {
@@ -55,7 +55,7 @@ def test_missing_secret_then_wrong_token(fleet: Fleet, say: Say) -> None:
             "data": {"token": base64.b64encode(TOKEN.encode()).decode()},
         }
     )
-    fleet.wait_ready("secretive", within=180)
+    fleet.wait_ready("secretive")
 
 
 def test_name_taken_by_somebody_else(fleet: Fleet) -> None:
@@ -63,7 +63,7 @@ def test_name_taken_by_somebody_else(fleet: Fleet) -> None:
     service = {"metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}], "selector": {"app": "other"}}}
     fleet.kubernetes.request("POST", fleet.path("services"), service)
     fleet.apply(smollm2("taken", prefill=None, suspend=True))
-    seen = until("the clash to be named", lambda: cause(fleet, "taken", "service", "taken"), within=30)
+    seen = until("the clash to be named", lambda: cause(fleet, "taken", "service", "taken"), within=60)
     assert seen["type"] == "Stalled"
     assert fleet.get("services", "taken")["spec"]["selector"] == {"app": "other"}
     fleet.delete("services", "taken")

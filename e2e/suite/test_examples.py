@@ -81,7 +81,7 @@ def test_an_example_is_taken(plane: ControlPlane, file: Path) -> None:
         if document["kind"] == "InferenceModel":
             models[made["metadata"]["name"]] = made["metadata"]["generation"]
     for name, generation in models.items():
-        until(f"{file.name}: {name} to be taken", lambda n=name, g=generation: is_taken(fleet, n, g), within=30)
+        until(f"{file.name}: {name} to be taken", lambda n=name, g=generation: is_taken(fleet, n, g), within=120)
         plane.kubernetes.request("DELETE", fleet.path("inferencemodels", name))
 
 

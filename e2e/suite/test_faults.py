@@ -43,14 +43,14 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
 
         def load() -> None:
             outcomes.extend(
-                asyncio.run(run_load(url, "pair", varied_prompts(60), concurrency=12, max_tokens=24, limit=60))
+                asyncio.run(run_load(url, "pair", varied_prompts(60), concurrency=12, max_tokens=24, limit=240))
             )
 
         sender = threading.Thread(target=load)
         sender.start()
         victim = pair.pods("pair", role)[0]["metadata"]["name"]
-        until("load on the workers", lambda: sum(pair.blocks_in_use("pair").values()) > 10, within=30)
-        before = asyncio.run(one_request(url, limit=60))
+        until("load on the workers", lambda: sum(pair.blocks_in_use("pair").values()) > 10, within=60)
+        before = asyncio.run(one_request(url, limit=120))
         assert before.complete, f"nothing has been killed yet: {before}"
         allowed = RECOVERY_SECONDS + 2 * before.seconds
         pair.send_signal(victim, "SIGKILL")
@@ -69,10 +69,10 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     assert all(outcome.error for outcome in failed), failed
     if role == "prefill":
         assert not failed, f"a dead prefill worker must not cost an answer: {failed[0]}"
-    restarted = until("the killed container to be ready again", lambda: restarts(pair, victim), within=120)
+    restarted = until("the killed container to be ready again", lambda: restarts(pair, victim), within=180)
     assert restarted >= 1
     pair.wait_role("pair", role, 2 if role == "decode" else 1)
-    pair.wait_blocks_free("pair", within=5)
+    pair.wait_blocks_free("pair")
 
 
 @pytest.mark.parametrize("how", ["killed", "deleted"])
@@ -83,14 +83,19 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
     with pair.url("pair") as url:
 
         def stream() -> list[LoadOutcome]:
-            return asyncio.run(run_load(url, "pair", prompts, concurrency=16, max_tokens=120, limit=120))
+            return asyncio.run(run_load(url, "pair", prompts, concurrency=16, max_tokens=120, limit=240))
 
         undisturbed = stream()
         assert all(outcome.complete for outcome in undisturbed), "nothing has happened yet"
         sender = threading.Thread(target=lambda: outcomes.extend(stream()))
         sender.start()
-        victim = pair.pods("pair", "decode")[0]["metadata"]["name"]
-        until("streams on the victim", lambda: pair.blocks_in_use("pair").get(victim, 0) > 10, within=30)
+        decoding = {pod["metadata"]["name"] for pod in pair.pods("pair", "decode")}
+
+        def loaded() -> str | None:
+            used = pair.blocks_in_use("pair")
+            return next((name for name in decoding if used.get(name, 0) > 10), None)
+
+        victim = until("streams on a decode worker", loaded, within=60)
         if how == "killed":
             pair.send_signal(victim, "SIGKILL")
         else:
@@ -107,7 +112,7 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
     assert [one.completion_tokens for one, _ in pairs] == [other.completion_tokens for _, other in pairs]
     say(f"decode pod {how} under {len(prompts)} streams: all complete and equal")
     pair.wait_role("pair", "decode", 2)
-    pair.wait_blocks_free("pair", within=10)
+    pair.wait_blocks_free("pair")
 
 
 async def one_request(url: str, limit: float) -> LoadOutcome:

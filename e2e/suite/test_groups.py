@@ -62,7 +62,7 @@ def assert_greedy(fleet: Fleet, model: str, oracle: tuple[Any, Any]) -> None:
 
 async def ask_once(url: str) -> LoadOutcome:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
-        return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 20)
+        return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 60)
 
 
 def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tuple[Any, Any]) -> None:
@@ -71,7 +71,7 @@ def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tup
 
 
 def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> None:
-    status = staged.get("inferencemodels", MODEL)["status"]["decode"]
+    status = staged.wait_ready(MODEL)["status"]["decode"]
     assert (status["replicas"], status["ready"], status["updated"], status["summary"]) == (1, 1, 1, "1/1")
     with staged.openai(MODEL) as api:
         raw = [
@@ -95,9 +95,9 @@ def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged.wait_role(MODEL, "unified", NODES)
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
-        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=60)
     assert_greedy(staged, MODEL, oracle)
-    staged.wait_blocks_free(MODEL, within=10)
+    staged.wait_blocks_free(MODEL)
 
 
 def restart_count(fleet: Fleet, pod: str) -> int:
@@ -140,11 +140,11 @@ def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, or
 @pytest.mark.full
 def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.patch(MODEL, {"suspend": True})
-    until("every pod to be gone", lambda: not staged.pods(MODEL), within=60)
+    until("every pod to be gone", lambda: not staged.pods(MODEL), within=120)
     staged.patch(MODEL, {"suspend": False})
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
-        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=60)
 
 
 def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
@@ -153,7 +153,7 @@ def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tupl
     manifest["spec"]["prefill"]["parallelism"] = {"tensor": 3}
     manifest["spec"]["decode"] |= {"nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}}
     fleet.apply(manifest)
-    fleet.wait_ready("resliced", within=300)
+    fleet.wait_ready("resliced")
     assert_greedy(fleet, "resliced", oracle)
     with fleet.openai("resliced") as api:
         raw = api.chat.completions.with_raw_response.create(
@@ -163,7 +163,7 @@ def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tupl
         )
     assert raw.headers["x-tandem-prefill-worker"] == "resliced-prefill-0"
     assert raw.headers["x-tandem-decode-worker"] == "resliced-decode-0"
-    fleet.wait_blocks_free("resliced", within=10)
+    fleet.wait_blocks_free("resliced")
 
 
 def one_pod_of_three_ranks(name: str) -> Object:
@@ -173,7 +173,7 @@ def one_pod_of_three_ranks(name: str) -> Object:
     return manifest
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """Turned on, seen working, undone, deleted: one object all along."""
     fleet.apply(one_pod_of_three_ranks("split"))
@@ -187,8 +187,8 @@ def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[A
         assert [is_ready(pod) for pod in pods] == [True]
         return [port["name"] for port in pods[0]["spec"]["containers"][0]["ports"]] == ["http", "metrics", "kv"]
 
-    until("a pod of one rank", single, within=300)
+    until("a pod of one rank", single, within=480)
     fleet.wait_ready("split")
     assert_greedy(fleet, "split", oracle)
     fleet.delete("inferencemodels", "split")
-    until("every child to be gone", lambda: not fleet.children("split") and not fleet.pods("split"), within=30)
+    until("every child to be gone", lambda: not fleet.children("split") and not fleet.pods("split"), within=120)

@@ -33,7 +33,7 @@ PROGRAMS = (
 )  # fmt: skip
 MAX_PATH = 60
 """The kubelet's sockets lie up to 45 characters below the state folder, and a socket's path ends at 107."""
-_ROUTE_LIMIT = 30
+_ROUTE_LIMIT = 120
 """Seconds for a Service's address to answer once its pods are ready. kube-proxy took up to 7 on a busy machine."""
 
 
