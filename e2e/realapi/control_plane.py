@@ -80,14 +80,14 @@ def start(folder: Path) -> Iterator[ControlPlane]:
         run("etcd", _etcd(folder, etcd))
         run("kube-apiserver", _api_server(folder, etcd, server))
         kubernetes = Kubernetes(str(kubeconfig))
-        until("the API server to be ready", lambda: _is_ready(kubernetes), within=60)
+        until("the API server to be ready", lambda: _is_ready(kubernetes), within=180)
         run("kube-controller-manager", _controllers(folder, kubeconfig))
         made = ControlPlane(folder=folder, kubeconfig=kubeconfig, kubernetes=kubernetes)
         stack.callback(made.stop_operators)
         crd = yaml.safe_load((ROOT / "crds" / "tandem.dev_inferencemodels.yaml").read_text())
         kubernetes.request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": _OPERATOR}})
-        until("the CRD to be served", lambda: _serves_models(kubernetes), within=30)
+        until("the CRD to be served", lambda: _serves_models(kubernetes), within=120)
         yield made
 
 
@@ -169,7 +169,7 @@ def _running(builder: Builder, name: str, arguments: Sequence[str], folder: Path
         _end(process)
 
 
-def _end(process: subprocess.Popen[bytes], *, within: float = 10.0) -> None:
+def _end(process: subprocess.Popen[bytes], *, within: float = 30.0) -> None:
     process.terminate()
     deadline = time.monotonic() + within
     while process.poll() is None and time.monotonic() < deadline:
