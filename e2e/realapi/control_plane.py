@@ -169,7 +169,7 @@ def _running(builder: Builder, name: str, arguments: Sequence[str], folder: Path
         _end(process)
 
 
-def _end(process: subprocess.Popen[bytes], *, within: float = 10.0) -> None:
+def _end(process: subprocess.Popen[bytes], *, within: float = 30.0) -> None:
     process.terminate()
     deadline = time.monotonic() + within
     while process.poll() is None and time.monotonic() < deadline:

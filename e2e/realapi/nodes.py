@@ -96,10 +96,11 @@ class Nodes:
                 for namespace, workload in list(self._watched):
                     found = len(self.ready(namespace, workload))
                     self._lowest[namespace, workload] = min(found, self._lowest[namespace, workload])
-                for pod in items:
-                    self._treat(pod)
             except client.ApiException:
-                continue  # it was changed or has gone meanwhile
+                continue
+            for pod in items:
+                with suppress(client.ApiException):  # it was changed or has gone meanwhile, and others wait
+                    self._treat(pod)
 
     def _treat(self, pod: Object) -> None:
         metadata, now = pod["metadata"], time.monotonic()

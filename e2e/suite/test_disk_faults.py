@@ -28,9 +28,9 @@ MODEL = "failing-disk"
 WORKER = f"{MODEL}-decode-0"
 PROMPTS = [f"{number} times the sea is wide and the sky is high. " + "The wind blows on. " * 60 for number in range(10)]
 """More than memory has blocks for: what was asked first has gone to the disk when all were asked."""
-TOLD_SECONDS = 15.0
-MENDED_SECONDS = 40.0
-"""A look each 15 s, what it takes, and the way to the status on a busy machine."""
+LONGEST_SECONDS = 120.0
+"""Until the status says it on a busy machine, where an answer takes ten seconds. Who looks when another filesystem just
+comes or goes may find neither, and looks again 15 s later. How soon workers and the operator tell is in their tests."""
 MOUNT = """
 import ctypes, os, sys
 pid, action, path = sys.argv[1:]
@@ -70,7 +70,10 @@ a filesystem does that has become so.
 FREEZE = """
 import os, pathlib, sys
 for path in list(pathlib.Path(sys.argv[1]).rglob("*.kv")):
-    path.rename(path.with_suffix(".kept"))
+    try:
+        path.rename(path.with_suffix(".kept"))
+    except FileNotFoundError:  # it was given up meanwhile
+        continue
     os.mkfifo(path)
 """
 """Opening such a file does not return until somebody writes to it: the system call hangs, as one to a device that has
@@ -109,7 +112,7 @@ def mounted(fleet: Fleet, action: str) -> Iterator[None]:
 
     def change(what: str) -> None:
         command = [sys.executable, "-c", MOUNT, str(find_process(fleet)), what, KV_DISK_PATH]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
 
     change(action)
@@ -137,7 +140,7 @@ FAULTS: dict[str, Callable[[Fleet], AbstractContextManager[None]]] = {
 """By the reason that tells them."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_disk_that_fails_is_told_of_and_costs_no_answer(fleet: Fleet, say: Say) -> None:
     if not isinstance(fleet.cluster.backend, BinariesBackend) or os.geteuid() != 0:
         pytest.skip("the containers of this cluster are not this machine's processes")
@@ -147,12 +150,14 @@ def test_a_disk_that_fails_is_told_of_and_costs_no_answer(fleet: Fleet, say: Say
     numbers, turns = itertools.count(), itertools.cycle(range(len(PROMPTS)))
     with fleet.openai(MODEL) as api:
         texts = [answer(api, prompt) for prompt in PROMPTS]
+        others: list[str] = []
 
         def go_on() -> None:
             """A prompt that nobody knows is written to the disk, one of those before comes from there: both are
             answered whatever becomes of that."""
             turn = next(turns)
-            assert answer(api, PROMPTS[turn]) == texts[turn]
+            if (text := answer(api, PROMPTS[turn])) != texts[turn]:  # who waits would take it for not yet
+                others.append(f"{text!r} instead of {texts[turn]!r}")
             answer(api, f"{next(numbers)} more of them. {PROMPTS[0]}")
 
         def is_told(status: str, reason: str) -> str:
@@ -162,28 +167,29 @@ def test_a_disk_that_fails_is_told_of_and_costs_no_answer(fleet: Fleet, say: Say
             assert (told["status"], told["reason"]) == (status, reason), told
             return told["message"]
 
-        until("the disk is in use", lambda: is_told("True", "DisksInUse"), within=30)
+        until("the disk is in use", lambda: is_told("True", "DisksInUse"), within=LONGEST_SECONDS)
         until(
-            "some of them came from the disk", lambda: read_tokens(fleet, "read", WORKER, "disk") or go_on(), within=60
+            "some of them came from the disk",
+            lambda: read_tokens(fleet, "read", WORKER, "disk") or go_on(),
+            within=LONGEST_SECONDS,
         )
         for reason, fault in FAULTS.items():
             with fault(fleet):
                 began = time.monotonic()
-                message = until(f"{reason} is told", lambda of=reason: is_told("False", of), within=TOLD_SECONDS)
+                message = until(f"{reason} is told", lambda of=reason: is_told("False", of), within=LONGEST_SECONDS)
                 say(f"{reason} after {time.monotonic() - began:.1f} s: {message}")
                 assert f"{WORKER}: " in message
             began = time.monotonic()
-            until(f"{reason} is over", lambda: is_told("True", "DisksInUse"), within=MENDED_SECONDS)
+            until(f"{reason} is over", lambda: is_told("True", "DisksInUse"), within=LONGEST_SECONDS)
             say(f"in use again {time.monotonic() - began:.1f} s after {reason} was mended")
+    assert not others, f"{len(others)} answers are others; the first: {others[0]}"
     (worker,) = fleet.get("pods", WORKER)["status"]["containerStatuses"]
     assert worker["restartCount"] == 0
 
 
 def answer(api: openai.OpenAI, prompt: str) -> str:
     """What a stream says from its first piece to its end."""
-    stream = api.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=8, temperature=0.0, stream=True, timeout=60.0
-    )
+    stream = api.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0.0, stream=True)
     pieces = [choice for event in stream for choice in event.choices]
     assert pieces[-1].finish_reason in ("stop", "length")
     return "".join(each.text for each in pieces)

@@ -54,7 +54,7 @@ def test_kstatus_argo_cd_and_kubectl_agree_in_every_state(fleet: Fleet, main: Fl
     starting = until(
         "the first status",
         lambda: live if (live := fleet.get("inferencemodels", "starting"))["status"].get("url") else None,
-        within=30,
+        within=120,
     )
     seen["starting"], wanted["starting"] = starting, ("InProgress", "Progressing")
     for name, (manifest, kstatus, argo) in states().items():
@@ -79,7 +79,7 @@ def test_kstatus_argo_cd_and_kubectl_agree_in_every_state(fleet: Fleet, main: Fl
         assert {name: (v["kstatus"], v["argo"]) for name, v in found.items()} == wanted, found
         return True
 
-    until("every state is read as it should be", settled, within=120, every=2)
+    until("every state is read as it should be", settled, within=240, every=2)
     rows = json.loads(fleet.cluster.kubectl("-n", fleet.namespace, "get", "im", "-o", "json"))["items"]
     shown = fleet.cluster.kubectl("-n", fleet.namespace, "get", "im", "--no-headers").splitlines()
     columns = {line.split()[0]: line.split()[1] for line in shown}
@@ -96,8 +96,8 @@ def test_flux_waits_corrects_fails_fast_and_prunes(fleet: Fleet, say: Say) -> No
     bad = changed(good, engine=good["spec"]["engine"] | {"image": NO_IMAGE})
     with Flux(fleet, ARTIFACTS / "kustomize-controller.log") as flux:
         revision = flux.publish(good)
-        until("the model is made", lambda: fleet.exists("inferencemodels", "synced"), within=60)
-        until("Flux says that it waits", lambda: flux.conditions()["Ready"]["status"] == "Unknown", within=30)
+        until("the model is made", lambda: fleet.exists("inferencemodels", "synced"), within=120)
+        until("Flux says that it waits", lambda: flux.conditions()["Ready"]["status"] == "Unknown", within=120)
 
         def done() -> bool:
             before = fleet.get("inferencemodels", "synced")
@@ -106,7 +106,7 @@ def test_flux_waits_corrects_fails_fast_and_prunes(fleet: Fleet, say: Say) -> No
             assert before["status"]["conditions"], before
             return True
 
-        until("Flux is done waiting", done, within=180)
+        until("Flux is done waiting", done, within=240)
         fleet.wait_ready("synced", within=1)  # at that moment, not some time later
 
         generation = fleet.get("inferencemodels", "synced")["metadata"]["generation"]
@@ -115,7 +115,7 @@ def test_flux_waits_corrects_fails_fast_and_prunes(fleet: Fleet, say: Say) -> No
         until(
             "the drift is taken back",
             lambda: fleet.get("inferencemodels", "synced")["spec"]["decode"]["replicas"] == 1,
-            within=60,
+            within=120,
         )
         say(f"Flux took a drift back after {time.monotonic() - drifted_at:.0f} s")
         fleet.wait_ready("synced")
@@ -127,7 +127,7 @@ def test_flux_waits_corrects_fails_fast_and_prunes(fleet: Fleet, say: Say) -> No
         failed = until(
             "Flux says that the model has failed",
             lambda: ready if (ready := flux.conditions()["Ready"])["reason"] == "HealthCheckFailed" else None,
-            within=150,
+            within=240,
         )
         say(f"Flux gave up on a wrong image after {time.monotonic() - failed_at:.0f} s: {failed['message']}")
         assert "synced" in failed["message"]
@@ -136,9 +136,9 @@ def test_flux_waits_corrects_fails_fast_and_prunes(fleet: Fleet, say: Say) -> No
         assert available["status"] == "True", "the pods before still serve"
 
         revision = flux.publish(good)
-        until("Flux is ready again", lambda: flux.is_done(revision), within=180)
+        until("Flux is ready again", lambda: flux.is_done(revision), within=240)
 
         revision = flux.publish({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "left"}, "data": {}})
-        until("the model is pruned", lambda: not fleet.exists("inferencemodels", "synced"), within=60)
-        until("its children are gone", lambda: not fleet.children("synced"), within=120)
-        until("Flux is done", lambda: flux.is_done(revision), within=60)
+        until("the model is pruned", lambda: not fleet.exists("inferencemodels", "synced"), within=120)
+        until("its children are gone", lambda: not fleet.children("synced"), within=240)
+        until("Flux is done", lambda: flux.is_done(revision), within=120)

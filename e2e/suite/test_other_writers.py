@@ -123,7 +123,7 @@ def test_restarts_of_any_shape_keep_the_promise(space: Space, nodes: Nodes, shap
         assert space.model["status"]["rollout"]["phase"] == "Complete"
         return sum(pods.values()) == len(uids())
 
-    until("all to be ready", all_ready, within=60)
+    until("all to be ready", all_ready, within=120)
     for restart in (
         lambda: [space.write_template(restarted_at("one"), workload) for workload in pods],
         lambda: space.mark("tandem.dev/restart", "1"),
@@ -132,7 +132,7 @@ def test_restarts_of_any_shape_keep_the_promise(space: Space, nodes: Nodes, shap
 
         def wait(before: set[str] = before, restart: Callable[[], object] = restart) -> None:
             restart()
-            until("all to be new", lambda: not before & uids() and all_ready(), within=90)
+            until("all to be new", lambda: not before & uids() and all_ready(), within=300)
 
         assert nodes.lowest_of(space.namespace, pods, wait) == pods
 
@@ -141,8 +141,8 @@ def test_restarts_of_any_shape_keep_the_promise(space: Space, nodes: Nodes, shap
 def test_forty_workers_roll_in_few_load_times(space: Space, nodes: Nodes) -> None:
     """One at a time they took 38."""
     make(space, {"engine": {"image": "worker:1"}, "prefill": {"replicas": 8}, "decode": {"replicas": 32}})
-    until("all to be ready", lambda: len(space.ready) == 32 and space.model["status"]["updated"] == "40/40", within=120)
-    until("it to be settled", lambda: space.model["status"]["rollout"]["phase"] == "Complete", within=30)
+    until("all to be ready", lambda: len(space.ready) == 32 and space.model["status"]["updated"] == "40/40", within=300)
+    until("it to be settled", lambda: space.model["status"]["rollout"]["phase"] == "Complete", within=120)
     before, nodes.load_seconds = set(space.workers.values()), 10.0
     began = time.monotonic()
     try:
@@ -157,10 +157,10 @@ def test_forty_workers_roll_in_few_load_times(space: Space, nodes: Nodes) -> Non
 def test_what_somebody_adds_to_a_template_is_named_and_replaces_nobody(space: Space) -> None:
     before = serve(space, 3)
     space.write_template({"metadata": {"annotations": {"example.com/note": "x"}}})
-    found = until("the condition", lambda: space.told("TemplateMutated"), within=10)
+    found = until("the condition", lambda: space.told("TemplateMutated"), within=120)
     assert "metadata.annotations[example.com/note] is added" in found["message"]
     stays(space, before)
-    space.settled(3)
+    space.wait_settled(3)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_an_object_that_is_nested_beyond_reason_ends_no_operator(space: Space, p
     path = space.path("inferencemodels", "m")
     body: Object = {"spec": {"decode": {"podTemplate": {"spec": nested}}}}
     plane.kubernetes.request("PATCH", path, body, MERGE)
-    found = until("the condition", lambda: space.told("Stalled"), within=10)
+    found = until("the condition", lambda: space.told("Stalled"), within=120)
     assert found["reason"] == "InvalidSpec"
     assert "nested more than 100 levels deep" in found["message"]
     plane.stop_operators()
@@ -194,6 +194,7 @@ def test_an_object_that_is_nested_beyond_reason_ends_no_operator(space: Space, p
     assert before.items() <= space.workers.items()
 
 
+@pytest.mark.timeout(1800)
 def test_a_policy_that_rewrites_templates_takes_nobody_away(plane: ControlPlane, nodes: Nodes) -> None:
     """Each comes when the workers are there; then they are scaled, rolled, and scaled down. All at the same time."""
     with ExitStack() as stack, ThreadPoolExecutor(len(POLICIES)) as beside:
@@ -202,15 +203,23 @@ def test_a_policy_that_rewrites_templates_takes_nobody_away(plane: ControlPlane,
             done.result()
 
 
+def is_rewritten(space: Space) -> bool:
+    """Whether a write of the workers' StatefulSet, which is only tried, comes out with another template."""
+    path = space.path("statefulsets", DECODE) + "?dryRun=All"
+    body = {"metadata": {"annotations": {"example.com/tried": "yes"}}}
+    tried = space.kubernetes.request("PATCH", path, body, MERGE)
+    return tried["spec"]["template"] != space.workload["spec"]["template"]
+
+
 def under_policy(space: Space, name: str) -> None:
     before = serve(space, 2)
     end = policy(space.cluster, space.namespace, expression(name))
     try:
-        time.sleep(1.5)  # admission learns of a policy within a second, and nothing tells when
+        until("admission to have learnt of it", lambda: is_rewritten(space), within=120)
         space.patch("m", {"decode": {"replicas": 3}})
         space.wait_settled(3)
         stays(space, before, seconds=1.5)
-        found = until("the condition", lambda: space.told("TemplateMutated"), within=10)
+        found = until("the condition", lambda: space.told("TemplateMutated"), within=120)
         assert POLICIES[name][2] in found["message"], name
         three = space.workers
         space.patch("m", {"engine": {"maxBatchTokens": 64}})
@@ -224,16 +233,15 @@ def under_policy(space: Space, name: str) -> None:
 def test_what_is_added_to_a_rollout_that_is_paused_or_stuck_is_of_the_template_before(space: Space) -> None:
     serve(space, 2, paused=True, maxSurge=1)
     space.patch("m", {"engine": {"image": "worker:2"}})
-    until("the new template", lambda: "worker:2" in str(space.workload["spec"]["template"]), within=10)
+    until("the new template", lambda: "worker:2" in str(space.workload["spec"]["template"]), within=120)
     space.patch("m", {"decode": {"replicas": 4}})
-    until("four workers", lambda: len(space.ready) == 4, within=20)
+    until("four workers", lambda: len(space.ready) == 4, within=120)
     assert images(space) == {"worker:1"}
     space.patch("m", {"engine": {"image": "bad:1"}, "rollout": {"paused": False}})
-    until("one that never starts", lambda: "bad:1" in images(space, ready=False), within=20)
+    until("one that never starts", lambda: "bad:1" in images(space, ready=False), within=120)
     space.patch("m", {"decode": {"replicas": 7}})
-    until("seven that serve", lambda: len(space.ready) == 7, within=30)
+    until("seven that serve beside it", lambda: (len(space.ready), len(space.workers)) == (7, 8), within=120)
     assert images(space) == {"worker:1"}
-    assert len(space.workers) == 8
 
 
 @pytest.mark.parametrize("held", ["paused", "stuck"])
@@ -242,16 +250,16 @@ def test_a_rollout_that_is_held_comes_back_from_zero_as_it_was(space: Space, hel
     serve(space, 2, paused=held == "paused", maxSurge=1)
     image = "worker:2" if held == "paused" else "bad:1"
     space.patch("m", {"engine": {"image": image}, "rollout": {"progressDeadline": "3s"}})
-    until("the new template", lambda: image in str(space.workload["spec"]["template"]), within=10)
-    until("it to be held", lambda: space.told("Stalled"), within=20)
+    until("the new template", lambda: image in str(space.workload["spec"]["template"]), within=120)
+    until("it to be held", lambda: space.told("Stalled"), within=120)
     space.patch("m", {"decode": {"replicas": 0}})
-    until("all workers to be gone", lambda: not space.workers, within=20)
+    until("all workers to be gone", lambda: not space.workers, within=120)
     time.sleep(1.0)
     space.patch("m", {"decode": {"replicas": 3}})
-    until("three that serve", lambda: len(space.ready) == 3, within=20)
+    until("three that serve", lambda: len(space.ready) == 3, within=120)
     assert images(space) == {"worker:1"}
-    space.patch("m", {"engine": {"image": "worker:3"}, "rollout": {"paused": False}})
-    until("the next template", lambda: images(space, ready=False) == {"worker:3"} and space.settled(3), within=40)
+    space.patch("m", {"engine": {"image": "worker:3"}, "rollout": {"paused": False, "progressDeadline": "10m"}})
+    until("the next template", lambda: images(space, ready=False) == {"worker:3"} and space.settled(3), within=120)
 
 
 def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
@@ -269,7 +277,7 @@ def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
             assert len(found) == 1, found
             return found[0]
 
-        pod = until(f"pod {number} of the job", its_pod, within=40)
+        pod = until(f"pod {number} of the job", its_pod, within=120)
         told = {"exitCode": code, "message": '{"reason": "DiskFull", "message": "The disk is full."}'}
         ended = {"name": "worker", "state": {"running": None, "terminated": told}, "ready": False, "started": False}
         path = f"{space.path('pods', pod['metadata']['name'])}/status"
@@ -285,22 +293,23 @@ def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
         assert "The disk is full." in (space.told("CachePrewarmed") or {})["message"]
         return True
 
-    until("the failure to be told", is_told, within=20)
+    until("the failure to be told", is_told, within=120)
     assert not space.workers
     end("Succeeded", 0, 2)
     space.wait_settled(1)
     before, (first,) = space.workers, jobs()
     space.patch("m", {"engine": {"image": "worker:2"}, "decode": {"replicas": 2}})
-    until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=20)
-    until("two workers", lambda: len(space.ready) == 2, within=20)
+    until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=120)
+    until("two workers", lambda: len(space.ready) == 2, within=120)
     assert images(space) == {"worker:1"}, "what serves is scaled, and not replaced"
     end("Succeeded", 0, 1)
     rolled(space, before, 2)()
     space.patch("m", {"model": {"cache": {"prewarm": None}}})
-    until("no job", lambda: not jobs(), within=20)
+    until("no job", lambda: not jobs(), within=120)
     space.wait_settled(2)
 
 
+@pytest.mark.timeout(1800)
 def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: ControlPlane, nodes: Nodes) -> None:
     """Models that name no image, and a release that brings others."""
     with ExitStack() as stack, ThreadPoolExecutor(MODELS) as beside:
@@ -309,7 +318,7 @@ def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: C
         plane.stop_operators()
         plane.start_operator("--worker-image=worker:2")
         for space in spaces:
-            found = until("the condition", lambda space=space: space.told("ImagesCurrent"), within=20)
+            found = until("the condition", lambda space=space: space.told("ImagesCurrent"), within=120)
             assert (found["reason"], "worker:2" in found["message"]) == ("NewerRelease", True)
         for space, before in zip(spaces, made, strict=True):
             stays(space, before, seconds=0.5)
@@ -319,10 +328,10 @@ def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: C
 
         def all_follow() -> bool:
             nonlocal together
-            together = max(together, sum(is_moving(space) for space in spaces))
+            together = max(together, count_moving(nodes, spaces))
             return all(images(space) == {"worker:2"} and space.settled(1) for space in spaces)
 
-        until("all models to follow", all_follow, within=120, every=0.1)
+        until("all models to follow", all_follow, within=300, every=0.1)
         assert together == 1
     plane.stop_operators()
     plane.start_operator()
@@ -331,6 +340,10 @@ def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: C
 MODELS = 8
 
 
-def is_moving(space: Space) -> bool:
-    """Two workers of a model are there where one is replaced."""
-    return len(images(space, ready=False)) > 1
+def count_moving(nodes: Nodes, spaces: list[Space]) -> int:
+    """Models of which two workers are there because one is replaced, at one moment."""
+    found: dict[str, set[str]] = {space.namespace: set() for space in spaces}
+    for (namespace, name), pod in list(nodes.pods.items()):
+        if namespace in found and name.startswith(f"{DECODE}-"):
+            found[namespace].add(pod["spec"]["containers"][0]["image"])
+    return sum(len(images) > 1 for images in found.values())

@@ -18,9 +18,11 @@ import json, sys, time, urllib.request
 headers, body = json.loads(sys.argv[1]), sys.argv[2].encode()
 request = urllib.request.Request("http://" + sys.argv[3] + "/v1/completions", body, headers)
 began = time.monotonic()
-answer = json.load(urllib.request.urlopen(request, timeout=60))
+answer = json.load(urllib.request.urlopen(request, timeout=100))
 print(json.dumps([answer["choices"][0]["text"], answer["usage"], time.monotonic() - began]))
 """
+LONGEST_SECONDS = 180
+"""Three failures of a peer, with an answer that is computed for each, on a machine where that takes half a minute."""
 NOBODY = 9
 """A port at which no worker listens."""
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
@@ -38,7 +40,7 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
     def host_of(pod: str) -> str:
         return f"[{pods[pod]}]" if ":" in pods[pod] else pods[pod]
 
-    def ask(pod: str, prompt: str = PROMPT, **more: str) -> tuple[str, int, float]:
+    def ask(pod: str, prompt: str, **more: str) -> tuple[str, int, float]:
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0})
         headers = {"content-type": "application/json", names.HEADER_TOKEN: token} | more
         text, usage, seconds = json.loads(
@@ -46,11 +48,21 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
         )
         return text, usage["prompt_tokens_details"]["cached_tokens"], seconds
 
-    text, _, computing = ask(holder)
-    pulled, cached, bringing = ask(puller, **{names.HEADER_KV_SOURCE: f"{host_of(holder)}:{names.WORKER_KV_PORT}"})
-    say(f"computed in {computing:.2f} s, brought in {bringing:.2f} s: {cached} tokens")
-    assert pulled == text
-    assert cached > 500
+    source, others = f"{host_of(holder)}:{names.WORKER_KV_PORT}", list[str]()
+    tales = (f"Tale {number}. {PROMPT}" for number in itertools.count(1))
+
+    def is_pulled() -> bool:
+        """What one has computed the other brings, if a busy machine is not too late with it."""
+        prompt = next(tales)
+        text, _, computing = ask(holder, prompt)
+        pulled, cached, bringing = ask(puller, prompt, **{names.HEADER_KV_SOURCE: source})
+        say(f"computed in {computing:.2f} s, brought in {bringing:.2f} s: {cached} tokens")
+        if pulled != text:  # who waits would take it for not yet
+            others.append(f"{pulled!r} instead of {text!r}")
+        return cached > 500
+
+    until("one brings what the other has computed", is_pulled, within=LONGEST_SECONDS)
+    assert not others
     tiers = {tier["tier"]: tier for tier in fleet.telemetry(puller)["kvTiers"]}
     assert tiers["peer"]["tokensPerSecond"] > 0
 
@@ -66,7 +78,9 @@ def test_what_one_worker_has_computed_another_need_not(fleet: Fleet, say: Say) -
         assert (told["status"], told["reason"]) == (status, reason), told
         return told["message"]
 
-    until("both give each other blocks", lambda: is_told("True", "PeersInUse"), within=15)
-    message = until("that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=60, every=1.0)
+    until("both give each other blocks", lambda: is_told("True", "PeersInUse"), within=LONGEST_SECONDS)
+    message = until(
+        "that one gets nothing is told", lambda: is_told("False", "PeersFailing"), within=LONGEST_SECONDS, every=1.0
+    )
     say(message)
     assert f"{holder}: {nobody}: " in message

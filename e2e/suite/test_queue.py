@@ -14,13 +14,13 @@ CLIENTS = 24
 
 def ask(url: str, number: int) -> httpx.Response:
     body = {"model": "queued", "prompt": f"{number}: the sea is", "max_tokens": 4}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=600)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_requests_wait_for_the_first_worker(fleet: Fleet, say: Say) -> None:
     """Two dozen with room for them, then one without, with no worker at all; then there is one."""
-    fleet.apply(smollm2("queued", prefill=None, decode=0, gateway={"queue": {"max": CLIENTS, "ttl": "5m"}}))
+    fleet.apply(smollm2("queued", prefill=None, decode=0, gateway={"queue": {"max": CLIENTS, "ttl": "9m"}}))
     fleet.wait_role("queued", "gateway", 1)
     gateway = next(pod["metadata"]["name"] for pod in fleet.pods("queued", "gateway"))
 
@@ -31,7 +31,7 @@ def test_requests_wait_for_the_first_worker(fleet: Fleet, say: Say) -> None:
 
     with fleet.url("queued") as url, ThreadPoolExecutor(CLIENTS) as clients:
         answers = [clients.submit(ask, url, number) for number in range(CLIENTS)]
-        until("all of them wait", lambda: waiting() == CLIENTS, within=60)
+        until("all of them wait", lambda: waiting() == CLIENTS, within=120)
         refused = ask(url, CLIENTS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"]

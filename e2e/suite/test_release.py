@@ -25,10 +25,11 @@ from e2e.install import HUB_ENDPOINT, NAMESPACE, ROOT, install_chart, settle_sec
 from e2e.release.version import read_version
 from e2e.suite.fleet import Kubernetes, Say, until
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(2400)]
 BEFORE, AFTER = "0.99.0", "0.99.1"
 MODEL = "smollm2"
-ANSWER_WITHIN = 180
+ANSWER_WITHIN = 600
+"""Seconds, with what a busy machine takes to fetch and unpack three images."""
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencemodels.tandem.dev"
 
 
@@ -53,7 +54,7 @@ class Reader:
         path = f"{Path(cluster.kubectl_path).parent}:{Path(cluster.helm).parent}:{os.environ['PATH']}"
         self._environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": path}
 
-    def type(self, line: str, timeout: float = 240) -> str:
+    def type(self, line: str, timeout: float = 900) -> str:
         done = subprocess.run(
             ["bash", "-c", line], cwd=self._folder, env=self._environment, capture_output=True, text=True,
             timeout=timeout, check=False,
@@ -117,20 +118,20 @@ def test_two_commands_and_an_upgrade(
     took = time.monotonic() - began
     say(f"two commands out of a registry, then the first answer: {took:.0f} s")
     assert took < ANSWER_WITHIN
-    assert operator_of(kubernetes, BEFORE)
+    until("the operator of the first release alone", lambda: operator_of(kubernetes, BEFORE), within=240)
     assert kubernetes.request("GET", CRD)["metadata"]["annotations"]["tandem.dev/version"] == BEFORE
     assert version_of_gateway(tandem) == BEFORE
     serving = pods_of_model(kubernetes)
 
     reader.type(f"helm upgrade tandem {chart} --version {AFTER} --reuse-values -n {NAMESPACE} --plain-http --wait")
-    until("the operator of the next release", lambda: operator_of(kubernetes, AFTER), within=120)
+    until("the operator of the next release", lambda: operator_of(kubernetes, AFTER), within=240)
     assert kubernetes.request("GET", CRD)["metadata"]["annotations"]["tandem.dev/version"] == AFTER
     assert f'tandem_operator_info{{version="{AFTER}"}} 1.0' in operator_metrics(kubernetes)
 
     reader.type(f"helm rollback tandem 1 -n {NAMESPACE} --wait")
-    until("the operator of the first release", lambda: operator_of(kubernetes, BEFORE), within=120)
+    until("the operator of the first release", lambda: operator_of(kubernetes, BEFORE), within=240)
     reader.type(f"helm upgrade tandem {chart} --version {AFTER} {options} --wait")
-    until("the operator of the next release", lambda: operator_of(kubernetes, AFTER), within=120)
+    until("the operator of the next release", lambda: operator_of(kubernetes, AFTER), within=240)
     assert "Paris" in answer(tandem)
     assert pods_of_model(kubernetes) == serving, "an upgrade of the operator replaces nobody"
 

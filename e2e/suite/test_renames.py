@@ -34,19 +34,23 @@ async def load_both(url: str, names: list[str]) -> list[LoadOutcome]:
 
 
 def listed(url: str) -> list[str]:
-    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=10).json()["data"]]
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
 
 
 def ask(url: str, name: str) -> httpx.Response:
     body = {"model": name, "prompt": "The sea is", "max_tokens": 2}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def is_refused(outcome: LoadOutcome) -> bool:
+    return (outcome.error or "").startswith("NotFoundError: ")
 
 
 SERVED_ON = 75
 """Seconds that a former name is served on: more than the minute that it is at least."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("renamed", drain={"timeout": f"{SERVED_ON}s"})
     manifest["spec"]["model"]["servedName"] = "old"
@@ -55,27 +59,29 @@ def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say
     before = lives(fleet, "renamed")
     with fleet.url("renamed") as url:
         outcomes = asyncio.run(load_both(url, ["old"]))
-        fleet.patch("renamed", {"model": {"servedName": "new"}})
         renamed_at = time.monotonic()
+        fleet.patch("renamed", {"model": {"servedName": "new"}})
         outcomes += asyncio.run(load_both(url, ["old"]))
-        until("the new name is listed", lambda: listed(url) == ["new"], within=30)
+        until("the new name is listed", lambda: listed(url) == ["new"], within=180)
         say(f"rename: the gateway listed the new name after {time.monotonic() - renamed_at:.1f} s at most")
+        ends = renamed_at + SERVED_ON - 2
+        late = ends - 10  # what is asked for by the former name on a slow machine may come after its end
+        for name in ("old", "new"):
+            is_served = name == "new" or time.monotonic() < late
+            answer = ask(url, name)
+            assert not is_served or answer.json()["model"] == name, "an answer has the name that was asked for"
         outcomes += asyncio.run(load_both(url, ["new", "old"]))
-        within = time.monotonic() - renamed_at
-        assert within < SERVED_ON, f"the machine is too slow for this test: {within:.0f} s"
-        broken = [outcome for outcome in outcomes if not outcome.complete]
+        broken = [each for each in outcomes if not each.complete and (each.started < late or not is_refused(each))]
         assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
-        for name in ("new", "old"):
-            assert ask(url, name).json()["model"] == name, "an answer has the name that was asked for"
         refused = until(
             "the former name is refused",
             lambda: answer if (answer := ask(url, "old")).status_code == 404 else None,
-            within=SERVED_ON + 30,
+            within=SERVED_ON + 60,
             every=1,
         )
         assert refused.json()["error"]["code"] == "model_not_found"
         assert "'new'" in refused.json()["error"]["message"]
-        assert time.monotonic() - renamed_at >= SERVED_ON - 2, "not before its time"
+        assert time.monotonic() >= ends, "not before its time"
         assert ask(url, "new").status_code == 200
     fleet.wait_ready("renamed")
     assert lives(fleet, "renamed") == before
@@ -98,7 +104,7 @@ def test_other_time_limits_and_another_time_to_drain_restart_nobody(main: Fleet,
         assert "77" in lines[-1], lines[-1]
         return True
 
-    until("the gateway has heard of it", heard, within=60)
+    until("the gateway has heard of it", heard, within=180)
     main.wait_ready("main")
     assert lives(main, "main") == before
 
@@ -112,7 +118,7 @@ def move_branch(fleet: Fleet) -> str:
     return fleet.kubernetes.request("POST", f"{MIRROR}/move/{MOVING}")["sha"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_branch_that_moves_is_reported_and_then_followed(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("moving", prefill=None)
     manifest["spec"]["model"]["uri"] = f"hf://{MOVING}"
@@ -122,7 +128,7 @@ def test_a_branch_that_moves_is_reported_and_then_followed(fleet: Fleet, say: Sa
     assert len(first) == 40
 
     second, moved_at = move_branch(fleet), time.monotonic()
-    until("the move is seen", lambda: weights(fleet, "moving").get("latestCommit") == second, within=90)
+    until("the move is seen", lambda: weights(fleet, "moving").get("latestCommit") == second, within=180)
     say(f"a moved branch was reported after {time.monotonic() - moved_at:.0f} s")
     condition = fleet.condition("moving", "ModelResolved")
     assert condition is not None
@@ -131,7 +137,7 @@ def test_a_branch_that_moves_is_reported_and_then_followed(fleet: Fleet, say: Sa
     assert (lives(fleet, "moving"), weights(fleet, "moving")["commit"]) == (before, first), "told, and nothing else"
 
     fleet.annotate("moving", {"tandem.dev/resolve-model": "1"})
-    until("the commit is taken", lambda: weights(fleet, "moving").get("commit") == second, within=60)
+    until("the commit is taken", lambda: weights(fleet, "moving").get("commit") == second, within=180)
     fleet.wait_ready("moving", within=300)
     assert "moving-decode-0" in lives(fleet, "moving")
     assert lives(fleet, "moving")["moving-decode-0"] != before["moving-decode-0"]
@@ -139,7 +145,7 @@ def test_a_branch_that_moves_is_reported_and_then_followed(fleet: Fleet, say: Sa
 
     fleet.patch("moving", {"model": {"followRevision": True}})
     third = move_branch(fleet)
-    until("the branch is followed", lambda: weights(fleet, "moving").get("commit") == third, within=90)
+    until("the branch is followed", lambda: weights(fleet, "moving").get("commit") == third, within=180)
     fleet.wait_ready("moving", within=300)
     with fleet.url("moving") as url:
         assert ask(url, "moving").status_code == 200

@@ -19,7 +19,7 @@ def workers(fleet: Fleet, model: str = MODEL) -> set[str]:
     return {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in fleet.pods(model, role)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "engine",
     [

@@ -14,30 +14,34 @@ import pytest
 from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
 from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
+LONGEST_SECONDS = 400
+"""What anything takes beside other tests: a request among many, a worker's start, twenty requests."""
 
+
+@pytest.mark.timeout(1800)
 def test_scaling_under_load(main: Fleet) -> None:
     """32 streams at once, at least 200 requests, decode 1 → 3 → 1 and prefill 1 → 2 → 1 meanwhile."""
     outcomes = []
     with main.url("main") as url, ThreadPoolExecutor(1) as walk:
         scaled = walk.submit(scale_up_and_down, main)
         while not (scaled.done() and len(outcomes) >= 200):
-            prompts = varied_prompts(200)
-            outcomes += asyncio.run(run_load(url, "main", prompts, concurrency=32, max_tokens=24))
+            prompts = varied_prompts(64 if outcomes else 200)
+            outcomes += asyncio.run(
+                run_load(url, "main", prompts, concurrency=32, max_tokens=24, limit=LONGEST_SECONDS)
+            )
         scaled.result()
     broken = [outcome for outcome in outcomes if not outcome.complete]
     assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
-    main.wait_blocks_free("main", within=5)
+    main.wait_blocks_free("main", within=60)
     assert len(main.pods("main", "decode")) == 1
     assert len(main.pods("main", "prefill")) == 1
 
 
 def scale_up_and_down(main: Fleet) -> None:
-    main.patch("main", {"decode": {"replicas": 3}, "prefill": {"replicas": 2}})
-    main.wait_role("main", "decode", 3)
-    main.wait_role("main", "prefill", 2)
-    main.patch("main", {"decode": {"replicas": 1}, "prefill": {"replicas": 1}})
-    main.wait_role("main", "decode", 1)
-    main.wait_role("main", "prefill", 1)
+    for decode, prefill in ((3, 2), (1, 1)):
+        main.patch("main", {"decode": {"replicas": decode}, "prefill": {"replicas": prefill}})
+        main.wait_role("main", "decode", decode, LONGEST_SECONDS)
+        main.wait_role("main", "prefill", prefill, LONGEST_SECONDS)
 
 
 MODEL = "scaled"
@@ -75,8 +79,10 @@ def load(fleet: Fleet, say: Say, *, concurrency: int, pause: float = 0.0) -> Ite
         while not ended.wait(pause):
             prompts = [f"{len(outcomes)} {text}" for text in long_prompts(2 * concurrency)]
             outcomes.extend(
-                asyncio.run(run_load(url, MODEL, prompts, concurrency=concurrency, max_tokens=16))
-            )  # fmt: skip
+                asyncio.run(
+                    run_load(url, MODEL, prompts, concurrency=concurrency, max_tokens=16, limit=LONGEST_SECONDS)
+                )
+            )
 
     with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as beside:
         asking = beside.submit(ask, url)
@@ -90,7 +96,7 @@ def load(fleet: Fleet, say: Say, *, concurrency: int, pause: float = 0.0) -> Ite
     say(f"scaling: {len(outcomes)} requests by {concurrency} clients")
 
 
-def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: float) -> Object:
+def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool]) -> Object:
     """What status says, once prefill and decode have such numbers of replicas."""
 
     def probe() -> Object:
@@ -99,10 +105,10 @@ def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: floa
         assert holds(*found), (found, told)
         return told
 
-    return until("replicas to follow", probe, within=within, every=1.0)
+    return until("replicas to follow", probe, within=LONGEST_SECONDS, every=1.0)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     """Prefill grows for its target, then decode for its own; then load and targets ease, and both come down."""
     automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
@@ -112,26 +118,24 @@ def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     fleet.wait_ready(MODEL)
     with load(fleet, say, concurrency=6):
         # Nothing is decided before twenty requests have come; on a busy machine these take minutes.
-        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (2, 1), within=240)
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (2, 1))
         say(f"scaling up: {told['message']}")
         assert told["prefill"]["desired"] == 2
         assert "decode" not in told
-        until("the target to be missed", lambda: is_missed(fleet), within=60)
+        until("the target to be missed", lambda: is_missed(fleet), within=LONGEST_SECONDS)
         fleet.patch(MODEL, targets(LOOSE, TIGHT) | {"decode": automatic})
-        told = wait_counts(fleet, lambda _, decode: decode == 2, within=120)
+        told = wait_counts(fleet, lambda _, decode: decode == 2)
         say(f"scaling up: {told['message']}")
-        fleet.wait_role(MODEL, "decode", 2, within=120)
+        fleet.wait_role(MODEL, "decode", 2, LONGEST_SECONDS)
     fleet.patch(MODEL, targets(LOOSE, LOOSE))
     with load(fleet, say, concurrency=1, pause=8.0):  # one that never pauses is all that one of these workers can do
-        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (1, 1), within=210)
-        fleet.wait_role(MODEL, "prefill", 1)
-        fleet.wait_role(MODEL, "decode", 1)
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (1, 1))
+        until("scaling to be active", lambda: is_active(fleet), within=LONGEST_SECONDS)
+        fleet.wait_role(MODEL, "prefill", 1, LONGEST_SECONDS)
+        fleet.wait_role(MODEL, "decode", 1, LONGEST_SECONDS)
     say(f"scaling down: {told['message']}")
     reasons = [e["reason"] for e in fleet.find("events") if e["involvedObject"]["name"] == MODEL]
     assert "Autoscaled" in reasons
-    active = fleet.condition(MODEL, "ScalingActive")
-    assert active is not None
-    assert active["status"] == "True", active
 
 
 @contextmanager
@@ -161,7 +165,7 @@ def set_quota(fleet: Fleet, gpus: int) -> None:
     fleet.kubernetes.request("PATCH", path, quota, "application/apply-patch+yaml")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_workers_that_do_both_follow_demand_as_far_as_the_quota_goes(fleet: Fleet, say: Say) -> None:
     automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
     behaviour = {"behavior": {"scaleDownStabilization": "10s"}}
@@ -179,14 +183,23 @@ def test_workers_that_do_both_follow_demand_as_far_as_the_quota_goes(fleet: Flee
                 assert "Limited by the namespace's GPU quota: 1 of 2" in told, told
                 return told
 
-            say(f"scaling within a quota: {until('the quota to limit it', is_limited, within=240, every=1.0)}")
+            limited = until("the quota to limit it", is_limited, within=LONGEST_SECONDS, every=1.0)
+            say(f"scaling within a quota: {limited}")
             assert count(fleet, "decode") == 1
             set_quota(fleet, 2)
-            fleet.wait_role(MODEL, "unified", 2, within=120)
+            fleet.wait_role(MODEL, "unified", 2, LONGEST_SECONDS)
         fleet.patch(MODEL, targets(LOOSE, LOOSE))
         with load(fleet, say, concurrency=1, pause=8.0):
-            fleet.wait_role(MODEL, "unified", 1, within=210)
+            fleet.wait_role(MODEL, "unified", 1, LONGEST_SECONDS)
         say(f"scaling down: {scaling(fleet)['message']}")
+
+
+def is_active(fleet: Fleet) -> bool:
+    """While there is something to go by: without telemetry, or too few requests, it is not."""
+    found = fleet.condition(MODEL, "ScalingActive")
+    assert found is not None
+    assert found["status"] == "True", found
+    return True
 
 
 def is_missed(fleet: Fleet) -> bool:
@@ -211,7 +224,7 @@ def test_modes_follow_one_another_and_move_nothing_by_themselves(fleet: Fleet, s
             change(mode, **more)
         fleet.cluster.kubectl("-n", fleet.namespace, "scale", f"statefulset/{MODEL}-decode", "--replicas=3")
         fleet.wait_role(MODEL, "decode", 3)
-        until("the number to be followed", lambda: scaling(fleet)["decode"]["desired"] == 3, within=30)
+        until("the number to be followed", lambda: scaling(fleet)["decode"]["desired"] == 3, within=120)
         fleet.patch(MODEL, {"gateway": {"replicas": 2}})
         fleet.wait_ready(MODEL)
         assert count(fleet, "decode") == 3, "another look keeps it"

@@ -21,11 +21,11 @@ def change(fleet: Fleet, prefill: dict[str, Any] | None) -> tuple[set[str], list
     ready: set[str] = set()
     counts: list[dict[str, int]] = []
     conditions: dict[str, str] = {}
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
+        status = fleet.get("inferencemodels", MODEL)["status"]  # before the pods, which are then at least as far
         roles = [pod["metadata"]["labels"]["tandem.dev/role"] for pod in fleet.pods(MODEL) if is_ready(pod)]
         counts.append({role: roles.count(role) for role in ("prefill", "decode", "unified")})
-        status = fleet.get("inferencemodels", MODEL)["status"]
         conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
         ready.add(conditions["Ready"])
         if status["observedGeneration"] == generation and not {"Reconciling", "Stalled"} & conditions.keys():
@@ -34,7 +34,7 @@ def change(fleet: Fleet, prefill: dict[str, Any] | None) -> tuple[set[str], list
     raise AssertionError(f"the rollout does not end: {conditions}")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_prefill_is_added_and_removed_without_a_failed_request(fleet: Fleet, say: Say) -> None:
     manifest = smollm2(MODEL)
     prefill = manifest["spec"].pop("prefill")
@@ -60,4 +60,4 @@ def test_prefill_is_added_and_removed_without_a_failed_request(fleet: Fleet, say
     broken = [outcome for outcome in outcomes if not outcome.complete]
     assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
     say(f"prefill added and removed under {len(outcomes)} requests")
-    fleet.wait_blocks_free(MODEL, within=10)
+    fleet.wait_blocks_free(MODEL, within=60)

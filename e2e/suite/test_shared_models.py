@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from e2e.suite.fleet import Object, until
 OTHER = ("--lease-name=other", "--worker-image=worker:9", "--follow-images=true")
 _COUNTED = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>[0-9.e+]+)$", re.MULTILINE)
 
+_OTHERS = ("GET", "LIST", "WATCH", "DELETECOLLECTION")
+"""Verbs of no write of an operator: the last is how what was in an earlier test's namespace goes."""
+
 
 def count_writes(plane: ControlPlane) -> int:
     """Writes of anything that the operator writes, since the API server began."""
@@ -32,7 +36,7 @@ def count_writes(plane: ControlPlane) -> int:
     for match in _COUNTED.finditer(plane.kubernetes.request("GET", "/metrics")):
         labels = dict(part.split("=", 1) for part in match["labels"].split(",") if "=" in part)
         own = labels["subresource"] == '""' or labels["resource"] == '"inferencemodels"'
-        if labels["verb"].strip('"') not in ("GET", "LIST", "WATCH") and labels["resource"].strip('"') in kinds and own:
+        if labels["verb"].strip('"') not in _OTHERS and labels["resource"].strip('"') in kinds and own:
             found += float(match["count"])
     return round(found)
 
@@ -45,7 +49,7 @@ def events(space: Space, reason: str) -> list[Object]:
 
 def ends(process: Any) -> None:
     process.terminate()
-    process.wait(timeout=15)
+    process.wait(timeout=120)
 
 
 def test_of_two_operators_one_serves_a_model_and_the_other_takes_over_when_it_has_gone(
@@ -55,7 +59,7 @@ def test_of_two_operators_one_serves_a_model_and_the_other_takes_over_when_it_ha
     holder = space.model["status"]["operator"]["lease"]
     other = plane.start_operator(*OTHER)
     try:
-        (told, *_) = until("the other one to say so", lambda: events(space, "ServedByAnother"), within=30)
+        (told, *_) = until("the other one to say so", lambda: events(space, "ServedByAnother"), within=120)
         assert holder in told["message"]
         counted = count_writes(plane)
         stays(space, before, seconds=5)
@@ -69,7 +73,7 @@ def test_of_two_operators_one_serves_a_model_and_the_other_takes_over_when_it_ha
         until(
             "the other one to take over",
             lambda: space.model["status"]["operator"]["lease"] == "tandem-system/other",
-            within=60,
+            within=180,
         )
     finally:
         ends(other)
@@ -87,7 +91,7 @@ def test_a_model_is_served_by_the_operator_that_it_names(plane: ControlPlane, sp
         before, blues = space.workers, space.model["status"]["operator"]
         assert blues == {"lease": "tandem-system/blue", "managedBy": "blue"}
         space.patch("m", {"managedBy": None})
-        until("it to be handed over", lambda: space.model["status"]["operator"] != blues, within=20)
+        until("it to be handed over", lambda: space.model["status"]["operator"] != blues, within=120)
         stays(space, before, seconds=1)
     finally:
         ends(blue)
@@ -99,7 +103,8 @@ def insisting(write: Callable[[], object]) -> Callable[[], int]:
 
     def run() -> None:
         while not stop.wait(0.05):
-            write()
+            with suppress(client.ApiException):  # of two who write at once one may be refused
+                write()
             times[0] += 1
 
     thread = threading.Thread(target=run, daemon=True)
@@ -127,7 +132,7 @@ def test_a_tool_that_insists_is_named_and_not_fought_for_ever(plane: ControlPlan
     end = insisting(lambda: plane.kubernetes.request("PATCH", path, body, MERGE))
     began, counted = time.monotonic(), count_writes(plane)
     try:
-        found = until("the condition", lambda: space.told("Contested"), within=30)
+        found = until("the condition", lambda: space.told("Contested"), within=120)
         assert f"{name} (the manager insistent-tool)" in found["message"]
         time.sleep(max(0.0, began + 15.0 - time.monotonic()))
     finally:
@@ -151,16 +156,16 @@ def test_an_autoscaler_of_gateways_is_left_alone(plane: ControlPlane, space: Spa
     assert count() == 1, "a change of the mode moves nothing"
     for wanted in (4, 3):
         scale(wanted)
-        until("the status", lambda wanted=wanted: space.model["status"]["gateway"]["replicas"] == wanted, within=20)
+        until("the status", lambda wanted=wanted: space.model["status"]["gateway"]["replicas"] == wanted, within=120)
         space.patch("m", {"gateway": {"queue": {"max": wanted}}})  # a look that applies
-        until("it to be settled", lambda: space.settled(1), within=30)
+        until("it to be settled", lambda: space.settled(1), within=120)
         assert count() == wanted
     space.patch("m", {"suspend": True})
-    until("it to be suspended", lambda: count() == 0, within=20)
+    until("it to be suspended", lambda: count() == 0, within=120)
     space.patch("m", {"suspend": False})
-    until("as many as the spec says", lambda: count() == 2, within=20)
+    until("as many as the spec says", lambda: count() == 2, within=120)
     space.patch("m", {"gateway": {"replicas": 1, "scaling": {"mode": "Static"}}})
-    until("the spec to be followed", lambda: count() == 1, within=20)
+    until("the spec to be followed", lambda: count() == 1, within=120)
 
 
 def test_a_child_whose_label_is_changed_is_made_again(plane: ControlPlane, space: Space) -> None:
@@ -173,7 +178,7 @@ def test_a_child_whose_label_is_changed_is_made_again(plane: ControlPlane, space
         def is_back() -> bool:
             return space.get("services", "m-decode")["metadata"]["labels"].get("tandem.dev/model") == "m"
 
-        until("the label to be put right", is_back, within=20)
+        until("the label to be put right", is_back, within=120)
 
 
 def test_labels_of_a_role_and_shares_of_a_rollout_reach_the_cluster(space: Space) -> None:
@@ -183,7 +188,7 @@ def test_labels_of_a_role_and_shares_of_a_rollout_reach_the_cluster(space: Space
     before = space.workers
     space.patch("m", {"decode": {"metadata": {"labels": queue}}})
     until("all of them to have it", lambda: space.settled(4) and not set(before.values()) & set(space.workers.values()),
-          within=60)  # fmt: skip
+          within=180)  # fmt: skip
     for kind, name in (("statefulsets", "m-decode"), ("services", "m-decode"), ("pods", "m-decode-3")):
         assert space.get(kind, name)["metadata"]["labels"].items() >= queue.items()
     assert "kueue.x-k8s.io/queue-name" not in space.get("deployments", "m")["metadata"]["labels"]

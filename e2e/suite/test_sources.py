@@ -19,7 +19,7 @@ def test_shared_cache_is_downloaded_once(fleet: Fleet) -> None:
     manifest = smollm2("cached", prefill=None, decode=2)
     manifest["spec"]["model"]["cache"] = {"persistentVolumeClaim": "models"}
     fleet.apply(manifest)
-    fleet.wait_ready("cached")
+    fleet.wait_ready("cached", within=400)
     fleet.wait_role("cached", "unified", 2)
     logs = [
         fleet.cluster.kubectl("-n", fleet.namespace, "logs", p["metadata"]["name"], "-c", "worker")
@@ -36,7 +36,7 @@ def test_a_claim_is_filled_before_workers_start(fleet: Fleet) -> None:
     manifest["spec"]["engine"]["dtype"] = "BFloat16"
     manifest["spec"]["model"]["cache"] = {"persistentVolumeClaim": "models", "prewarm": True}
     fleet.apply(manifest)
-    fleet.wait_ready("warmed")
+    fleet.wait_ready("warmed", within=400)
     told = {c["type"]: c for c in fleet.get("inferencemodels", "warmed")["status"]["conditions"]}["CachePrewarmed"]
     assert (told["status"], told["reason"]) == ("True", "Prewarmed"), told
     (pod,) = fleet.pods("warmed", "unified")
@@ -44,4 +44,4 @@ def test_a_claim_is_filled_before_workers_start(fleet: Fleet) -> None:
     assert '"message":"downloading ' not in log
     assert "prepared weights are kept" not in log, "the Job has kept them"
     fleet.patch("warmed", {"model": {"cache": {"prewarm": None}}})
-    until("the Job to go", lambda: not fleet.find("jobs"), within=30)
+    until("the Job to go", lambda: not fleet.find("jobs"), within=120)

@@ -80,29 +80,30 @@ def serves(space: Space) -> bool:
     return True
 
 
+@pytest.mark.timeout(1800)
 def test_they_stay_are_replaced_and_wake(space: Space, plane: ControlPlane) -> None:
     space.apply(model(space, {"replicas": 1}))
-    until("the workers", lambda: serves(space), within=60)
+    until("the workers", lambda: serves(space), within=180)
     first = pods(space)
-    until("it to sleep", lambda: rests(space), within=90)
+    until("it to sleep", lambda: rests(space), within=240)
     assert not set(pods(space).values()) & set(first.values()), "they began anew"
     before = pods(space)
     space.patch("m", {"engine": {"maxBatchTokens": 64}})
-    until("others to be on standby", lambda: not set(pods(space).values()) & set(before.values()), within=60)
+    until("others to be on standby", lambda: not set(pods(space).values()) & set(before.values()), within=180)
     space.patch("m", idle_after("1h"))  # an operator may take longer to come back than a model may be idle
-    until("it to rest", lambda: rests(space), within=60)
+    until("it to rest", lambda: rests(space), within=180)
     plane.stop_operators()
     resting = pods(space)
     space.nodes.ask(space.namespace)
-    until("it to be woken without an operator", lambda: len(space.ready) == 0 and is_up(space), within=30)
+    until("it to be woken without an operator", lambda: len(space.ready) == 0 and is_up(space), within=180)
     plane.start_operator()
-    until("the operator to follow", lambda: asked(space) and serves(space), within=150)
+    until("the operator to follow", lambda: asked(space) and serves(space), within=240)
     assert {name: pods(space)[name] for name in resting} == resting, "those on standby are the ones that serve"
     assert "asleepSince" not in space.model["status"]["scaling"]
     space.patch("m", idle_after("10s"))
-    until("it to sleep again", lambda: rests(space), within=90)
+    until("it to sleep again", lambda: rests(space), within=240)
     space.patch("m", {"autoscaling": {"scaleToZero": {"standby": None}}})
-    until("none to be left", lambda: not pods(space), within=60)
+    until("none to be left", lambda: not pods(space), within=180)
 
 
 def idle_after(time: str) -> Object:

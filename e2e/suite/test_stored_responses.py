@@ -7,7 +7,7 @@ import pytest
 
 from e2e.suite.fleet import Fleet, until
 
-SETTLES = 120
+SETTLES = 240
 """Seconds until the gateway has read what the model says now."""
 
 

@@ -36,7 +36,7 @@ def put_certificate(fleet: Fleet, folder: Path, name: str) -> None:
     )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_certificate_is_missing_then_there_then_another(fleet: Fleet, say: Say, tmp_path: Path) -> None:
     fleet.apply(smollm2(MODEL, prefill=None, decode=1, gateway={"tls": {"secretName": SECRET}}))
 
@@ -46,7 +46,7 @@ def test_a_certificate_is_missing_then_there_then_another(fleet: Fleet, say: Say
         assert condition["reason"] == "TLSSecretNotFound", condition
         return SECRET in condition["message"]
 
-    until("the missing Secret is told", told, within=90)
+    until("the missing Secret is told", told, within=180)
     put_certificate(fleet, tmp_path, "first")
     live = fleet.wait_ready(MODEL, within=300)
     assert live["status"]["url"].startswith("https://")
@@ -58,7 +58,7 @@ def test_a_certificate_is_missing_then_there_then_another(fleet: Fleet, say: Say
         def ask(name: str) -> int:
             context = ssl.create_default_context(cafile=tmp_path / f"{name}.crt")
             body = {"model": MODEL, "prompt": "the sea is", "max_tokens": 4}
-            with httpx.Client(verify=context, timeout=60) as client:
+            with httpx.Client(verify=context, timeout=120) as client:
                 answer = client.post(
                     f"https://{address}/v1/completions",
                     json=body,
@@ -68,7 +68,7 @@ def test_a_certificate_is_missing_then_there_then_another(fleet: Fleet, say: Say
             return answer.status_code
 
         assert ask("first") == 200
-        assert httpx.get(f"http://{address}/v1/models", timeout=30).json()["error"]["code"] == "tls_required"
+        assert httpx.get(f"http://{address}/v1/models", timeout=120).json()["error"]["code"] == "tls_required"
         put_certificate(fleet, tmp_path, "second")
         until("clients are shown the new certificate", lambda: ask("second") == 200, within=240, every=2)
     assert {pod["metadata"]["uid"] for pod in fleet.pods(MODEL)} == pods, "nothing restarts"

@@ -68,7 +68,7 @@ def start_collector(fleet: Fleet, image: str) -> None:
     service = {"metadata": {"name": "collector"}, "spec": {"selector": labels, "ports": [{"port": PORT}]}}
     fleet.kubernetes.request("POST", fleet.path("pods"), pod)
     fleet.kubernetes.request("POST", fleet.path("services"), service)
-    until("the collector is up", lambda: is_ready(fleet.get("pods", "collector")), within=120)
+    until("the collector is up", lambda: is_ready(fleet.get("pods", "collector")), within=240)
 
 
 def read_spans(fleet: Fleet, trace: str) -> list[Object]:
@@ -76,7 +76,7 @@ def read_spans(fleet: Fleet, trace: str) -> list[Object]:
     return [span for span in (json.loads(found) if isinstance(found, str) else found) if span["trace"] == trace]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_spans_of_a_request_are_one_tree(fleet: Fleet, say: Say) -> None:
     endpoint = f"http://collector.{fleet.namespace}.svc:{PORT}"
     fleet.apply(smollm2(MODEL, observability={"tracing": {"endpoint": endpoint}}))
@@ -100,10 +100,10 @@ def test_the_spans_of_a_request_are_one_tree(fleet: Fleet, say: Say) -> None:
         names = {span["name"] for span in spans}
         assert {f"text_completion {MODEL}", "route", "remote prefill", "prefill", "kv send", "decode"} <= names, names
         known = {span["id"] for span in spans}
-        (root,) = (span for span in spans if span["parent"] not in known)
-        assert root["name"] == f"text_completion {MODEL}"
+        roots = [span["name"] for span in spans if span["parent"] not in known]
+        assert roots == [f"text_completion {MODEL}"], roots  # others' parents may be on their way
         assert len({span["pod"] for span in spans}) == 3, "the gateway, the prefill and the decode worker"
         return spans
 
-    spans = until("every part of the request is in one tree", is_tree, within=60)
+    spans = until("every part of the request is in one tree", is_tree, within=180)
     say(f"a stream, told in {len(spans)} spans of three pods")

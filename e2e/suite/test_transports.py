@@ -28,6 +28,6 @@ def test_blocks_move_by_mooncake_where_it_is_asked_for(fleet: Fleet, say: Say) -
         found = fleet.condition(MODEL, "KVTransferReady")
         return found["message"] if found is not None and found["reason"] == "BlocksMove" else None
 
-    message = until("the condition names what moves the blocks", says, within=30)
+    message = until("the condition names what moves the blocks", says, within=120)
     assert "Mooncake over tcp" in message
     say(message)

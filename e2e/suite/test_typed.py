@@ -46,7 +46,7 @@ class Typist:
         line = re.sub(r"^kubectl ", f"kubectl -n {self._fleet.namespace} ", line) if " -n " not in line else line
         follows = line.endswith(" -f")
         done = subprocess.run(
-            ["timeout", "5" if follows else "100", "bash", "-c", line], cwd=ROOT, env=self._environment,
+            ["timeout", "5" if follows else "400", "bash", "-c", line], cwd=ROOT, env=self._environment,
             capture_output=True, text=True,
             check=False,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def emptied(cluster: Any, kubernetes: Kubernetes) -> Iterator[Callable[[Release]
     yield begin
     for fleet in made:
         kubernetes.request("DELETE", f"/api/v1/namespaces/{fleet.namespace}")
-        until("the namespace to be gone", lambda fleet=fleet: is_gone(kubernetes, fleet.namespace), within=180)
+        until("the namespace to be gone", lambda fleet=fleet: is_gone(kubernetes, fleet.namespace), within=400)
     install_chart(cluster)
 
 
@@ -98,7 +98,7 @@ def upgrade(fleet: Fleet, release: Release, deadline: str) -> None:
         assert images == [release.images["operator"]], images
         return True
 
-    until("the operator of before to be gone", alone, within=120)
+    until("the operator of before to be gone", alone, within=240)
     fleet.patch(MODEL, {"rollout": {"progressDeadline": deadline}})
     fleet.wait_ready(MODEL, within=600)
 
