@@ -109,7 +109,7 @@ test-clients: setup ## Client libraries, unmodified, against real workers and a 
 	@$(MAKE) --silent -j 3 clients
 	@OMP_NUM_THREADS=1 $(RUN) pytest tests/clients -m "clients and not full" --timeout 300 --durations 5
 
-SUITE = $(RUN) pytest --timeout 600 --durations 5 -rA --show-capture=no --tb=short
+SUITE = OMP_NUM_THREADS=1 $(RUN) pytest --timeout 600 --durations 5 -rA --show-capture=no --tb=short
 LANES ?= 3
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes, in LANES=3 lanes; failures leave their evidence in e2e/artifacts

@@ -25,10 +25,10 @@ SHARED = ("staged", "pair", "untouched", "main")
 SHARED_FILES = {
     "test_admission": "admission", "test_other_writers": "other writers", "test_shared_models": "other writers",
     "test_examples": "examples", "test_commands": "commands", "test_charts": "charts",
-    "test_standby": "other writers",
+    "test_standby": "other writers", "test_answers": "main",
 }  # fmt: skip
-"""Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
-API server of their own with its ports."""
+"""Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, have an
+API server of their own with its ports, or a reference that takes ten seconds to load."""
 FIRST = (
     "main", "test_roles_follow_their_targets_apart", "staged", "untouched", "test_a_branch_that_moves", "pair",
     "test_a_canary_is_promoted_and_undone", "test_a_rename_under_load", "test_a_model_sleeps_and_wakes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +26,15 @@ HALF_TIE = 0.5
 """The same for weights and sums rounded to bfloat16."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def oracle() -> tuple[Any, Any]:
+    """Model and tokenizer of transformers, in float32."""
+    return load_oracle()
+
+
+@functools.cache
+def load_oracle() -> tuple[Any, Any]:
+    """Once in a lane, whichever of its files asks: it takes more than ten seconds of a core."""
     # Here, so that lanes without such tests do not spend the seconds that these imports take.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -19,7 +19,6 @@ from e2e.suite.test_answers import NEW_TOKENS, WORDS, assert_same
 from e2e.suite.test_faults import SHARED_PROCESSES, restarts
 
 oracle = test_answers.oracle
-"""Module-wide: transformers in float32."""
 
 MODEL = "group"
 NODES = 2
