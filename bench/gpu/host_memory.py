@@ -37,8 +37,15 @@ def measure_host_memory(model: CausalLM, build_collector: Callable[[], Waiting],
     size = model.kv_cache_spec(BLOCK_SIZE).bytes_per_block
     config = config.model_copy(update={"kv": config.kv.model_copy(update={"host_memory_bytes": 3 * blocks * size})})
     out = build_collector()
-    engine = build_engine(model, config, out, runs_ahead=model.device.type == "cuda")
+    said: list[tuple[int, ...]] = []
+
+    def hear(deltas: Sequence[TokenDelta]) -> None:
+        said.extend(delta.token_ids for delta in deltas if delta.token_ids)
+        out(deltas)
+
+    engine = build_engine(model, config, hear, runs_ahead=model.device.type == "cuda")
     seconds: dict[str, float] = {}
+    answers: dict[str, tuple[int, ...]] = {}
     first, other = (random_prompts(1, length, model.vocab_size, seed=seed) for seed in (1, 2))
     # Each under the name of its prompt, which is its salt. The first time of each way touches what others only read.
     for way, prompt in (
@@ -49,12 +56,16 @@ def measure_host_memory(model: CausalLM, build_collector: Callable[[], Waiting],
         submit(engine, first if prompt == "a" else other, 1, prefix=prompt)
         out.wait(1)
         seconds[way] = time.perf_counter() - began
+        (answers[way],) = said
+        said.clear()
     host = engine.stats().host
     engine.stop()
     assert host is not None
     figures: Figures = {f"milliseconds {way}": 1e3 * value for way, value in seconds.items() if "warm" not in way}
     if host.blocks_in_total < 2 * (blocks - 16):
         raise WrongError("the prompt was not found in host memory", {**figures, "blocks": host.blocks_in_total})
+    if len({answers[way] for way in ("warm", "warm from host", "from host", "from memory")}) > 1:
+        raise WrongError("the answer differs by where the prompt was found", {**figures, **answers})
     rate = host.blocks_in_total * size / max(host.seconds_in_total, 1e-9)
     exposed = (seconds["from host"] - seconds["from memory"]) / seconds["computed"]
     figures |= {"bytes per second in": rate, "exposed": exposed, "ratio": rate / PINNED_GOAL, "of": "50 GB/s pinned"}
