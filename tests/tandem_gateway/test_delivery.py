@@ -27,7 +27,9 @@ def records(running) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("close", [True, False])
-async def test_a_client_that_pauses_gets_all_of_it(start_gateway, start_worker, chat, monkeypatch, close: bool) -> None:
+async def test_a_client_that_pauses_gets_all_of_it(
+    start_gateway, start_worker, chat, until, monkeypatch, close: bool
+) -> None:
     monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
     running = await start_gateway(await start_worker(default=large))
     lines = records(running)
@@ -39,7 +41,7 @@ async def test_a_client_that_pauses_gets_all_of_it(start_gateway, start_worker, 
     async with asyncio.timeout(60):
         await reader.readexactly(SIZE)
     await running.idle()
-    await asyncio.sleep(0.15)
+    await until(lambda: lines)
     assert [(line["status"], line["error"], line["bytes"]) for line in lines] == [(200, None, SIZE)]
 
 
@@ -126,7 +128,7 @@ async def test_local_answers_are_delivered_before_the_end(launch, connect) -> No
     process = await launch("--worker", "url=127.0.0.1:1", "--lame-duck", "0", "--no-access-log")
     reader, writer = await connect(process.http_port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    await asyncio.sleep(0.2)
+    await reader.readuntil(b"\r\n")
     process.process.send_signal(signal.SIGTERM)
     assert b'"object":"list"' in await reader.read()
     assert await process.process.wait() == 0
