@@ -222,7 +222,7 @@ async def test_what_is_no_report_is_counted_and_told(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(fleet, "ANSWER_SECONDS", 1.5 if answer is None else 60.0)
     if answer is not None:
         gateways.answers[ONE] = answer
     gateways.say("m-two", worker("a"))

@@ -306,6 +306,7 @@ def test_draining_finishes_what_is_inside(make_rig: MakeRig) -> None:
 def test_an_idle_engine_uses_no_cpu(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.run("r", (1, 2))
+    _until(lambda: rig.engine.idle)
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.02
