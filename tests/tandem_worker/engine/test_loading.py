@@ -87,6 +87,16 @@ class ScriptedTier:
         assert self.started.acquire(timeout=60)
 
 
+class PacedModel(HistoryModel):
+    """Takes `seconds` for every forward pass."""
+
+    seconds = 0.1
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(batch, kv_cache)
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., tuple[Rig, ScriptedTier]]]:
     rigs: list[Rig] = []
@@ -138,7 +148,8 @@ def test_only_what_memory_lacks_is_loaded(make: Make) -> None:
 
 
 def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -> None:
-    rig, tier = make(scheduler={"max_running_requests": 1})
+    model = PacedModel()
+    rig, tier = make(model=model, scheduler={"max_running_requests": 1})
     rig.submit("a", PROMPT, max_tokens=1)
     tier.await_start()
     assert rig.engine.stats().queued_requests == 1  # what loads is still in the queue
@@ -146,6 +157,7 @@ def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -
     rig.out.wait_tokens("b", 1)
     rig.submit("c", OTHER[:5], max_tokens=1)
     tier.bring(0, 0, 5)
+    model.seconds = 0.0
     rig.wait()
     order = [request for request, _ in rig.out.deltas]
     assert order.index("a") < order.index("c")
@@ -338,16 +350,6 @@ def test_a_load_that_brings_nothing_is_ordered(make: Make) -> None:
     rig.wait()
     assert rig.out.tokens("a") == greedy_answer(PROMPT, 8)
     assert len(client.orders) == 1
-
-
-class PacedModel(HistoryModel):
-    """Takes `seconds` for every forward pass."""
-
-    seconds = 0.1
-
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return super().forward(batch, kv_cache)
 
 
 def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
