@@ -235,7 +235,7 @@ def test_a_request_wakes_both_roles_through_the_gateway(
         assert answer.status_code == 200, answer.text
         print(f"from the request to its answer: {answer.headers['x-tandem-queue-seconds']} s of waiting")
         assert answer.headers["x-tandem-decode-worker"] == "decode-0"
-        workers.eventually(lambda: one.get("/readyz").status_code == 200, 30, "the prefill worker was woken, too")
+        workers.eventually(lambda: one.get("/readyz").status_code == 200, 120, "the prefill worker was woken, too")
 
 
 @pytest.mark.parametrize("ready", [False, True])
