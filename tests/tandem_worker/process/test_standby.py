@@ -154,7 +154,7 @@ def test_sigterm_ends_a_standby_at_once(workers: SimpleNamespace, tiny_model: Pa
     with workers.run(tmp_path, "decode", tiny_model, standby=True) as worker:
         workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(1) == -signal.SIGTERM, "it does not serve, so the kernel ends it"
+        assert worker.process.wait(30) == -signal.SIGTERM, "it does not serve, so the kernel ends it"
 
 
 def is_resting(worker: Any) -> bool:
