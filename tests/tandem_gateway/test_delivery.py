@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 
 import pytest
 from tandem_gateway.http import connection as connection_module
@@ -70,14 +71,15 @@ async def test_a_client_that_takes_nothing_of_it_is_dropped(start_gateway, start
 
 
 async def test_a_client_that_takes_a_little_at_a_time_is_not_dropped(start_gateway, start_worker, chat) -> None:
-    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 1.5})
+    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 3.0})
     reader, writer = await running.connect(limit=1 << 16)
     writer.write(chat())
     await reader.readuntil(b"\r\n\r\n")
-    left = SIZE
+    left, began = SIZE, time.monotonic()
     while left > SIZE - 6_000_000:
-        left -= len(await reader.read(1 << 18))
-        await asyncio.sleep(0.05)
+        left -= len(await reader.read(1 << 17))
+        await asyncio.sleep(0.1)
+    assert time.monotonic() - began > 3.0, "it has taken longer than a client may take nothing"
     async with asyncio.timeout(60):
         await reader.readexactly(left)
 
