@@ -100,7 +100,7 @@ class Program:
         """As a container is ended."""
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(15.0)
+        self._process.wait(60.0)
         self._process = None
 
     def kill(self) -> None:

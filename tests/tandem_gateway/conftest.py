@@ -64,6 +64,7 @@ class FakeWorker:
     behaviours: list[Behaviour] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     connections: int = 0
+    """Over which a request of a test came."""
     cancelled: int = 0
     """Connections that the gateway closed while an answer was under way."""
     answering: int = 0
@@ -99,7 +100,6 @@ class FakeWorker:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self.connections += 1
         try:
             await self._serve(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -111,12 +111,14 @@ class FakeWorker:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_counted = False
         while True:
             request = await self._read(reader)
             if (request.method, request.path) == ("GET", "/v1/models"):
-                self.connections -= 1
                 await send_json(writer, 200 if self.card else 404, {"object": "list", "data": [self.card]})
                 continue
+            self.connections += not is_counted
+            is_counted = True
             self.received.append(request)
             behaviour = self.behaviours.pop(0) if self.behaviours else self.default or answer
             self.answering += 1
@@ -308,7 +310,7 @@ class Running:
         for endpoint in self.gateway.scheduler.endpoints.values():
             assert (endpoint.requests, endpoint.prefill_tokens, endpoint.decode_tokens) == (0, 0, 0)
 
-    async def raw(self, data: bytes, *, wait: float = 5.0) -> bytes:
+    async def raw(self, data: bytes, *, wait: float = 60.0) -> bytes:
         """Send bytes, and everything that comes back until the gateway closes or `wait` has passed."""
         reader, writer = await self.connect()
         writer.write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 
 import pytest
 from tandem_gateway.http import connection as connection_module
@@ -27,7 +28,9 @@ def records(running) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("close", [True, False])
-async def test_a_client_that_pauses_gets_all_of_it(start_gateway, start_worker, chat, monkeypatch, close: bool) -> None:
+async def test_a_client_that_pauses_gets_all_of_it(
+    start_gateway, start_worker, chat, until, monkeypatch, close: bool
+) -> None:
     monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
     running = await start_gateway(await start_worker(default=large))
     lines = records(running)
@@ -39,7 +42,7 @@ async def test_a_client_that_pauses_gets_all_of_it(start_gateway, start_worker, 
     async with asyncio.timeout(60):
         await reader.readexactly(SIZE)
     await running.idle()
-    await asyncio.sleep(0.15)
+    await until(lambda: lines)
     assert [(line["status"], line["error"], line["bytes"]) for line in lines] == [(200, None, SIZE)]
 
 
@@ -68,14 +71,15 @@ async def test_a_client_that_takes_nothing_of_it_is_dropped(start_gateway, start
 
 
 async def test_a_client_that_takes_a_little_at_a_time_is_not_dropped(start_gateway, start_worker, chat) -> None:
-    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 1.5})
+    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 3.0})
     reader, writer = await running.connect(limit=1 << 16)
     writer.write(chat())
     await reader.readuntil(b"\r\n\r\n")
-    left = SIZE
+    left, began = SIZE, time.monotonic()
     while left > SIZE - 6_000_000:
-        left -= len(await reader.read(1 << 18))
-        await asyncio.sleep(0.05)
+        left -= len(await reader.read(1 << 17))
+        await asyncio.sleep(0.1)
+    assert time.monotonic() - began > 3.0, "it has taken longer than a client may take nothing"
     async with asyncio.timeout(60):
         await reader.readexactly(left)
 
@@ -126,7 +130,7 @@ async def test_local_answers_are_delivered_before_the_end(launch, connect) -> No
     process = await launch("--worker", "url=127.0.0.1:1", "--lame-duck", "0", "--no-access-log")
     reader, writer = await connect(process.http_port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    await asyncio.sleep(0.2)
+    await reader.readuntil(b"\r\n")
     process.process.send_signal(signal.SIGTERM)
     assert b'"object":"list"' in await reader.read()
     assert await process.process.wait() == 0

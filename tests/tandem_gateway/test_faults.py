@@ -232,7 +232,9 @@ async def test_a_worker_that_hangs_is_counted_and_left_out(start_gateway, start_
     running = await start_gateway(*workers, timeouts={"first_token_seconds": 0.3})
     codes = [(await ask(running, question(chat, number, stream=True)))[0] for number in range(30)]
     assert codes == [200] * 30, "another worker is asked"
-    assert running.gateway.scheduler.endpoints["d0"].health.total == running.gateway.metrics.retries["timeout"] >= 1
+    failed = {name: endpoint.health.total for name, endpoint in running.gateway.scheduler.endpoints.items()}
+    assert failed["d0"] >= 1
+    assert sum(failed.values()) == running.gateway.metrics.retries["timeout"]  # a busy machine makes others late, too
 
 
 async def test_a_broken_stream_counts_against_its_worker(start_gateway, start_worker, fault, chat) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,6 +14,7 @@ from tandem_api.names import Role
 
 from tests.tandem_gateway.test_faults import ask, fail_with, question
 
+SLOWLY = 0.15
 SHORT = {"first_token_seconds": 2.0, "answer_seconds": 2.0}
 
 
@@ -83,17 +85,23 @@ async def test_streams_tell_when_they_began_and_how_they_ended(
     start_gateway, start_worker, fault, chat, read_fleet
 ) -> None:
     async def slowly(worker, request, writer) -> None:
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(SLOWLY)
         await fault.answer(worker, request, writer)
 
     behaviours = [fault.answer, slowly, fault.stream(1, then="die"), fault.stream(1, then="error")]
     running = await start_gateway(await start_worker("d", behaviours=behaviours))
+    took = []
     for number in range(4):
+        began = time.monotonic()
         await ask(running, question(chat, number, stream=True))
+        took.append(time.monotonic() - began)
     (worker,) = (await read_fleet(running)).workers
     assert (worker.requests, worker.failures) == (4, 2)
-    assert sum(worker.ttft_counts) == 4
-    assert worker.ttft_counts[2] == 1
+    buckets = [bucket for bucket, count in enumerate(worker.ttft_counts) for _ in range(count)]
+    longest = [bisect_left(TTFT_BOUNDS, seconds) for seconds in sorted(took)]
+    assert len(buckets) == 4
+    assert all(bucket <= most for bucket, most in zip(buckets, longest, strict=True))
+    assert buckets[-1] >= bisect_left(TTFT_BOUNDS, SLOWLY)
 
 
 async def test_who_leaves_is_not_counted(start_gateway, start_worker, fault, chat, read_fleet) -> None:

@@ -99,7 +99,7 @@ async def strike(fleet: Fleet, client: openai.AsyncOpenAI, number: int, bodies: 
     name = fleet.busiest()
     fleet.send(name, number)
     seen = await running
-    await asyncio.to_thread(fleet.workers[name].process.wait, 30)
+    await asyncio.to_thread(fleet.workers[name].process.wait, 120)
     await fleet.remove(name)
     await fleet.add()
     return seen

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tandem_api.fleet import FLEET_PATH, WAITING_PATH, FleetReport
+from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport
 from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayRouting
 from tandem_api.names import HEADER_QUEUE_SECONDS
 from tandem_gateway.process import admin
@@ -110,11 +110,11 @@ async def test_who_asks_for_requests_is_told_of_the_first_at_once(start_gateway:
         await asyncio.sleep(0.5)
         assert not waiting.done()
         asked = asyncio.create_task(ask(client, running))
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(WAITING_SECONDS / 2):
             found = await waiting
         assert found.traffic is not None
         assert found.traffic.waiting_requests == 1
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(WAITING_SECONDS / 2):
             assert (await report(client, running, WAITING_PATH)).traffic == found.traffic, "as long as it waits"
         running.apply(await start_worker())
         assert (await asked).status_code == 200

@@ -472,7 +472,7 @@ async def test_a_request_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert outlook.asleep is False
         assert outlook.decision is not None
         assert outlook.decision.replicas == {P: 1, D: 2}
-        assert took < 3.0, "some 0.1 s on a machine that has nothing else to do"
+        assert took < 8.0, "some 0.1 s on a machine that has nothing else to do"
         writer.transport.abort()
     finally:
         running.cancel()

@@ -91,9 +91,9 @@ def test_a_lane_that_cannot_start_is_reported_and_the_next_runs() -> None:
 def test_when_the_time_is_over_what_is_left_is_named(tmp_path: Path) -> None:
     began = time.monotonic()
     results, _ = run(
-        phase("endless", "named b", seconds=4.0), phase("named c"), setting=replace(SETTING, out=str(tmp_path))
+        phase("endless", "named b", seconds=9.0), phase("named c"), setting=replace(SETTING, out=str(tmp_path))
     )
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert {name: str(outcome["status"]) for name, outcome in results.items()} == {
         "good": "passed", "waits": "timeout", "never": "not run", f"{LANES}named b": "not run", "item c": "passed",
     }  # fmt: skip
@@ -129,7 +129,7 @@ def test_a_command_that_is_killed_leaves_what_it_found_and_no_process(tmp_path: 
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

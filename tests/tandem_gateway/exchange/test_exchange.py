@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from tandem_api.launch import GatewayQueue, GatewayRouting
+from tandem_api.launch import GatewayQueue, GatewayRouting, GatewayTimeouts
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 from tandem_gateway.exchange.recovery import MAX_RESETS
@@ -195,12 +195,11 @@ async def test_a_request_waits_for_a_worker_to_appear(start_gateway, start_worke
     assert (await task)[0] == 200
 
 
-async def test_a_client_that_leaves_while_waiting_for_a_worker_is_forgotten(start_gateway, chat) -> None:
+async def test_a_client_that_leaves_while_waiting_for_a_worker_is_forgotten(start_gateway, chat, until) -> None:
     running = await start_gateway()
     _, writer = await running.connect()
     writer.write(chat())
-    await asyncio.sleep(0.1)
-    assert len(running.gateway.exchanges) == 1
+    await until(lambda: len(running.gateway.exchanges) == 1)
     writer.transport.abort()
     await running.idle()
     assert running.gateway.metrics.requests["/v1/chat/completions", 499] == 1
@@ -218,7 +217,7 @@ async def test_a_client_that_leaves_cancels_its_worker_at_once(
     if tokens:
         await reader.readuntil(b"t2 ")
     else:
-        await asyncio.sleep(0.1)
+        await until(lambda: worker.answering)
     writer.transport.abort() if abort else writer.close()
     await until(lambda: worker.cancelled)  # else it would be noticed at the next token, which never comes
     await running.idle()
@@ -241,15 +240,18 @@ async def test_a_slow_client_slows_its_worker_and_is_dropped_in_the_end(
 ) -> None:
     sent: list[int] = []
     worker = await start_worker(behaviours=[fault.flood(sent)])
-    running = await start_gateway(worker, timeouts={"idle_seconds": 0.6})
+    running = await start_gateway(worker)
     reader, writer = await running.connect(limit=1024)
     writer.write(chat(stream=True))
     await reader.readuntil(b"\r\n\r\n")
-    await asyncio.sleep(0.4)
-    first = sum(sent)
-    await asyncio.sleep(0.1)
-    assert sum(sent) == first, "the worker is not held back"
-    assert first < 32 * 1024 * 1024
+    before = -1
+    async with asyncio.timeout(60):
+        while before != sum(sent):
+            before = sum(sent)
+            await asyncio.sleep(0.1)
+    assert worker.answering, "it is held back"
+    assert before < 32 * 1024 * 1024
+    running.gateway.apply_routing(GatewayRouting(served_names=["toy"], timeouts=GatewayTimeouts(idle_seconds=0.3)))
     await running.idle()
     assert running.gateway.metrics.requests["/v1/chat/completions", 499] == 1
     writer.close()

@@ -15,6 +15,8 @@ import pytest
 from tandem_api.launch import GatewayConfig
 from tandem_api.telemetry import Metric
 
+from tests.tandem_gateway.conftest import begin_stream, chunk, token
+
 
 async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
     worker = await start_worker()
@@ -59,11 +61,20 @@ async def test_memory_stays_small_after_large_requests(launch, start_worker) -> 
 
 
 async def test_drain_finishes_what_runs(launch, start_worker, fault, chat, connect) -> None:
-    worker = await start_worker(default=fault.stream(15, then="error", pause=0.2))
-    process = await launch("--worker", f"url=127.0.0.1:{worker.port}", "--lame-duck", "1.5")
+    over = asyncio.Event()
+
+    async def last_longer(worker, request, writer) -> None:
+        begin_stream(worker, writer)
+        writer.write(chunk(token(0)))
+        await over.wait()
+        writer.write(chunk(token(1)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        await writer.drain()
+
+    worker = await start_worker(default=last_longer)
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port}", "--lame-duck", "3")
     reader, writer = await connect(process.http_port)
     writer.write(chat(stream=True))
-    await reader.readuntil(b"t1 ")
+    await reader.readuntil(b"t0 ")
     process.process.send_signal(signal.SIGTERM)
     assert await process.probe_until("/readyz", 503)
     assert (await process.probe("/healthz")).status_code == 200
@@ -71,7 +82,8 @@ async def test_drain_finishes_what_runs(launch, start_worker, fault, chat, conne
     late_writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b"connection: close" in await late_reader.read()
     assert await process.refuses(connect)
-    assert b"t14 " in await reader.read()
+    over.set()
+    assert b"t1 " in await reader.read()
     assert await process.process.wait() == 0
 
 
@@ -89,7 +101,7 @@ async def test_a_connection_that_was_said_to_stay_takes_one_more_request(
     process.process.send_signal(signal.SIGTERM)
     assert await process.refuses(connect)
     await reader.readuntil(b"\r\n0\r\n\r\n")
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
     writer.write(chat(stream=True))
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200")

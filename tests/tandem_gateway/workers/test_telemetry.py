@@ -158,7 +158,8 @@ async def poller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TelemetryPoll
     assert not problems
 
 
-async def test_a_worker_is_asked_again_and_again_over_one_connection(poller, open_port) -> None:
+async def test_a_worker_is_asked_again_and_again_over_one_connection(poller, open_port, monkeypatch) -> None:
+    monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 60.0)
     port = await open_port()
     poller.take([port.worker()])
     await until(lambda: len(port.asked) >= 5)
@@ -237,7 +238,8 @@ async def test_a_sample_that_is_too_old_is_none(poller, open_port, monkeypatch) 
     await until(lambda: poller.sample(port.worker()) is None)
 
 
-async def test_who_has_gone_is_asked_no_more_and_who_stays_keeps_its_sample(poller, open_port) -> None:
+async def test_who_has_gone_is_asked_no_more_and_who_stays_keeps_its_sample(poller, open_port, monkeypatch) -> None:
+    monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 60.0)
     port, other, slow = await open_port(), await open_port(), await open_port(hang)
     poller.take([port.worker(), other.worker("other"), slow.worker("slow")])
     await until(lambda: poller.sample(port.worker()) and poller.sample(other.worker("other")) and slow.reading)

@@ -139,7 +139,7 @@ async def test_a_watch_that_says_nothing_is_asked_again_from_its_last_event(
     last["metadata"]["resourceVersion"] = "7"
     server.says = [[{"type": "ADDED", "object": last}]]
     watcher = KindWatcher(
-        client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=(0.05,), silence_seconds=0.2
+        client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=(0.05,), silence_seconds=2.0
     )
     task = asyncio.create_task(watcher.run())
     await until(lambda: server.watches >= 2)

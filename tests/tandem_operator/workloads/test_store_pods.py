@@ -38,7 +38,7 @@ def run(container: Manifest, places: dict[str, str]) -> Iterator[subprocess.Pope
             yield process
         finally:
             process.terminate()
-        assert process.wait(15) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.usefixtures("module_on_loopback_alone")

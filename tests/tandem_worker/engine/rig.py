@@ -69,12 +69,12 @@ class Collector:
             if self._awaited is not None and self._awaited():
                 self._changed.notify_all()
 
-    def wait_finished(self, count: int, timeout: float = 30.0) -> None:
+    def wait_finished(self, count: int, timeout: float = 60.0) -> None:
         assert self._wait_for(lambda: self.num_finished >= count, timeout), (
             f"{self.num_finished} of {count} choices finished"
         )
 
-    def wait_tokens(self, request_id: str, count: int, choice: int = 0, timeout: float = 10.0) -> None:
+    def wait_tokens(self, request_id: str, count: int, choice: int = 0, timeout: float = 60.0) -> None:
         assert self._wait_for(lambda: len(self.tokens(request_id, choice)) >= count, timeout)
 
     def _wait_for(self, awaited: Callable[[], bool], timeout: float) -> bool:

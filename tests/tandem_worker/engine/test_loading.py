@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -86,13 +87,23 @@ class ScriptedTier:
         assert self.started.acquire(timeout=60)
 
 
+class PacedModel(HistoryModel):
+    """Takes `seconds` for every forward pass."""
+
+    seconds = 0.1
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(batch, kv_cache)
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., tuple[Rig, ScriptedTier]]]:
     rigs: list[Rig] = []
 
-    def build(num_blocks: int = 64, **options: object) -> tuple[Rig, ScriptedTier]:
+    def build(num_blocks: int = 64, model: Any = None, **options: object) -> tuple[Rig, ScriptedTier]:
         host_blocks, scheduler = options.pop("host_blocks", 0), options.pop("scheduler", None)
-        rig = Rig(HistoryModel(), num_blocks, host_blocks=host_blocks, scheduler=scheduler)  # type: ignore[arg-type]
+        rig = Rig(model or HistoryModel(), num_blocks, host_blocks=host_blocks, scheduler=scheduler)  # type: ignore[arg-type]
         rigs.append(rig)
         return rig, ScriptedTier(rig, **options)  # type: ignore[arg-type]
 
@@ -137,7 +148,8 @@ def test_only_what_memory_lacks_is_loaded(make: Make) -> None:
 
 
 def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -> None:
-    rig, tier = make(scheduler={"max_running_requests": 1})
+    model = PacedModel()
+    rig, tier = make(model=model, scheduler={"max_running_requests": 1})
     rig.submit("a", PROMPT, max_tokens=1)
     tier.await_start()
     assert rig.engine.stats().queued_requests == 1  # what loads is still in the queue
@@ -145,6 +157,7 @@ def test_others_pass_while_it_loads_and_it_comes_before_later_ones(make: Make) -
     rig.out.wait_tokens("b", 1)
     rig.submit("c", OTHER[:5], max_tokens=1)
     tier.bring(0, 0, 5)
+    model.seconds = 0.0
     rig.wait()
     order = [request for request, _ in rig.out.deltas]
     assert order.index("a") < order.index("c")
@@ -342,7 +355,8 @@ def test_a_load_that_brings_nothing_is_ordered(make: Make) -> None:
 def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
     """Eight prompts wait, and a quarter of memory is loaded ahead; each is loaded when its turn comes."""
     prompts = [tuple((number * 7 + index) % 64 for index in range(21)) for number in range(8)]
-    rig, tier = make(num_blocks=40, has=prompts, scheduler={"max_running_requests": 1})
+    model = PacedModel()
+    rig, tier = make(num_blocks=40, model=model, has=prompts, scheduler={"max_running_requests": 1})
     rig.submit("long", OTHER[:5], max_tokens=60)
     rig.out.wait_tokens("long", 1)
     for number, prompt in enumerate(prompts):
@@ -350,7 +364,9 @@ def test_loads_do_not_push_each_others_blocks_out_of_memory(make: Make) -> None:
     for index in range(8):
         tier.await_start()
         if index == 2:
+            assert rig.out.reason("long") is None
             assert len(tier.orders) == 3, "5 + 5 blocks are a quarter, a third load goes beyond it, and no more"
+            model.seconds = 0.0
         tier.bring(index, 0, 5)
     rig.wait()
     for number, prompt in enumerate(prompts):

@@ -58,7 +58,7 @@ def test_a_prompt_beside_streams_in_short_steps_gives_the_same_tokens(pair: Simp
     prompt, local = prompt_of(300, seed=8), prefills(pair.decode, "local")
     with ThreadPoolExecutor(2) as pool:
         streams = [
-            pool.submit(pair.decode.complete, prompt_of(20, seed=900 + n), prefill=pair.prefill.kv, max_tokens=200,
+            pool.submit(pair.decode.complete, prompt_of(20, seed=900 + n), prefill=pair.prefill.kv, max_tokens=500,
                         ignore_eos=True, return_token_ids=True)
             for n in range(2)
         ]  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_prompt_beside_streams_in_short_steps_gives_the_same_tokens(pair: Simp
             pair.decode.url + "/v1/completions", json=body | {"return_token_ids": True}, timeout=60,
             headers={"x-tandem-step-seconds": "0.000001"},
         )  # fmt: skip
-        beside = [one.result()["choices"][0]["token_ids"] for one in streams]
+        beside = [one.result()["choices"][0]["token_ids"][:200] for one in streams]
     assert answer.json()["choices"][0]["token_ids"] == oracle(pair.model, prompt, 8)
     assert answer.headers["x-tandem-prefill-worker"] == "decode-0"
     assert prefills(pair.decode, "local") == local + 1
@@ -121,7 +121,7 @@ def test_the_first_token_may_be_the_last(pair: SimpleNamespace, workers: SimpleN
     assert answer["usage"] == alone["usage"]
     assert details[0] == 0
     for worker in (pair.prefill, pair.decode):
-        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 1.0, "no block is in use")
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
@@ -157,7 +157,7 @@ def test_nothing_stays_allocated(pair: SimpleNamespace, workers: SimpleNamespace
     for seed in range(5):
         pair.decode.complete(prompt_of(100 + seed, seed=100 + seed), prefill=pair.prefill.kv, max_tokens=2)
     for worker in (pair.prefill, pair.decode):
-        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 1.0, "no block is in use")
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 60, "no block is in use")
 
 
 def test_both_ends_count_the_same_bytes(pair: SimpleNamespace) -> None:

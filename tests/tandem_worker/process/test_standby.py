@@ -154,7 +154,7 @@ def test_sigterm_ends_a_standby_at_once(workers: SimpleNamespace, tiny_model: Pa
     with workers.run(tmp_path, "decode", tiny_model, standby=True) as worker:
         workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(1) == -signal.SIGTERM, "it does not serve, so the kernel ends it"
+        assert worker.process.wait(30) == -signal.SIGTERM, "it does not serve, so the kernel ends it"
 
 
 def is_resting(worker: Any) -> bool:
@@ -235,7 +235,7 @@ def test_a_request_wakes_both_roles_through_the_gateway(
         assert answer.status_code == 200, answer.text
         print(f"from the request to its answer: {answer.headers['x-tandem-queue-seconds']} s of waiting")
         assert answer.headers["x-tandem-decode-worker"] == "decode-0"
-        workers.eventually(lambda: one.get("/readyz").status_code == 200, 30, "the prefill worker was woken, too")
+        workers.eventually(lambda: one.get("/readyz").status_code == 200, 120, "the prefill worker was woken, too")
 
 
 @pytest.mark.parametrize("ready", [False, True])

@@ -20,7 +20,7 @@ from tandem_worker.process.watchdog import DEFAULT_SECONDS, LEARNED_FACTOR, LEAR
 
 TICK = 0.25
 HANGS = """
-import pathlib, sys, threading, importlib.abc, importlib.machinery
+import contextlib, pathlib, sys, threading, importlib.abc, importlib.machinery
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -35,8 +35,10 @@ class Finder(importlib.abc.MetaPathFinder):
             run = module.ModelExecutor.run
 
             def hang_or_compute(self, plan, on_layer):
-                if pathlib.Path(HANG).exists():
-                    threading.Event().wait(float(pathlib.Path(HANG).read_text() or "1e6"))
+                with contextlib.suppress(FileNotFoundError):
+                    while not (seconds := pathlib.Path(HANG).read_text()):
+                        threading.Event().wait(1.0)
+                    threading.Event().wait(float(seconds))
                 return run(self, plan, on_layer)
 
             module.ModelExecutor.run = hang_or_compute
@@ -46,7 +48,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Finder())
 """
-"""In the worker's process, as `sitecustomize`: its device hangs while the file HANG is there, as long as it says."""
+"""In the worker's process, as `sitecustomize`: its device hangs while the file HANG is there, each step as long as it
+says, or where it is empty until it has gone."""
 
 
 def age_after(looks: list[tuple[float, float, float]]) -> TurnAge:
@@ -107,6 +110,12 @@ def hanging(folder: Path) -> tuple[Path, dict[str, str]]:
     return switch, {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
+def hang_for(switch: Path, seconds: str) -> None:
+    """Each step, from now on. No step finds the file empty."""
+    switch.with_suffix(".new").write_text(seconds)
+    switch.with_suffix(".new").rename(switch)
+
+
 def ask(worker: Any, answers: list[httpx.Response]) -> threading.Thread:
     def post() -> None:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 7000, "ignore_eos": True}
@@ -115,7 +124,7 @@ def ask(worker: Any, answers: list[httpx.Response]) -> threading.Thread:
 
     thread = threading.Thread(target=post)
     thread.start()
-    workers_busy = time.monotonic() + 20
+    workers_busy = time.monotonic() + 60
     while worker.metric("tandem_worker_kv_blocks_used") == 0:
         assert time.monotonic() < workers_busy
         time.sleep(0.01)
@@ -159,11 +168,11 @@ def test_a_slow_step_recovers_and_is_learned_and_a_stopped_process_is_left_alone
     workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
 ) -> None:
     switch, environment = hanging(tmp_path)
-    run = workers.run(tmp_path, "unified", tiny_model, environment=environment, stepTimeoutSeconds=2)
+    run = workers.run(tmp_path, "unified", tiny_model, environment=environment, stepTimeoutSeconds=3)
     with run as worker:
         workers.await_ready(worker)
         running = ask(worker, [])
-        switch.write_text("3")
+        switch.touch()  # until it was seen, and for less than the 6 s after which it would end
         workers.eventually(lambda: "has not ended" in unready(worker), 60, "it is unready")
         switch.unlink()
         workers.eventually(lambda: worker.get("/readyz").status_code == 200, 60, "it is ready again")
@@ -171,7 +180,7 @@ def test_a_slow_step_recovers_and_is_learned_and_a_stopped_process_is_left_alone
         os.kill(worker.process.pid, signal.SIGSTOP)
         time.sleep(6)
         os.kill(worker.process.pid, signal.SIGCONT)
-        switch.write_text("3")  # as long as the longest before: allowed by now
+        hang_for(switch, "3.5")  # no longer than the longest before: allowed by now
         time.sleep(1)
         switch.unlink()
         for _ in range(20):
@@ -208,7 +217,7 @@ def test_a_step_timeout_of_zero_lets_steps_hang(workers: SimpleNamespace, tiny_m
     with run as worker:
         workers.await_ready(worker)
         running = ask(worker, [])
-        switch.write_text("4")
+        hang_for(switch, "4")
         time.sleep(5)
         assert worker.get("/readyz").status_code == 200
         worker.process.kill()

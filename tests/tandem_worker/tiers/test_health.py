@@ -202,7 +202,7 @@ def test_a_spot_that_hangs_whenever_it_is_read_is_given_up(
     """As sectors do that a device reads again and again. Else it would hang, and be told, each time it is asked for."""
     fill(tmp_path)
     for module in ("loads", "disk"):
-        monkeypatch.setattr(f"tandem_worker.tiers.{module}.FROZEN_SECONDS", 0.5)
+        monkeypatch.setattr(f"tandem_worker.tiers.{module}.FROZEN_SECONDS", 1.5)
     rig, real = DiskRig(tmp_path, num_blocks=128), SegmentStore.read
     well = looks.wait_told(2)
     (bad, _), *_ = rig.tier._store._places.values()
@@ -210,7 +210,7 @@ def test_a_spot_that_hangs_whenever_it_is_read_is_given_up(
     def read(store: SegmentStore, place: Place, count: int, rows: np.ndarray) -> int | None:
         if place.segment == bad and place.slot <= 2 < place.slot + count and bad in store._segments:
             wait_until(lambda: not rig.tier.health.on)
-            time.sleep(0.55)
+            time.sleep(1.6)
         return real(store, place, count, rows)
 
     monkeypatch.setattr(SegmentStore, "read", read)
@@ -247,11 +247,11 @@ def test_a_disk_with_many_segments_is_not_frozen_while_it_is_looked_at(
     """Each answers within the time that is allowed to one answer."""
     fill(tmp_path)
     assert len(segments(tmp_path)) >= 4
-    monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 0.9)
+    monkeypatch.setattr("tandem_worker.tiers.disk.FROZEN_SECONDS", 2.0)
     real = Volume.open
 
     def open_slowly(volume: Volume, path: Path) -> int:
-        time.sleep(0.25)
+        time.sleep(0.55)
         return real(volume, path)
 
     monkeypatch.setattr(Volume, "open", open_slowly)

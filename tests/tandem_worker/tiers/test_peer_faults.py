@@ -415,8 +415,8 @@ def test_who_gave_what_it_could_in_the_time_there_was_is_asked_again(
     make_peer: MakePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt over a slow network takes longer than a fetch may."""
-    monkeypatch.setattr("tandem_worker.transfer.protocol.MAX_FETCH_SECONDS", 0.2)
-    monkeypatch.setattr("tandem_worker.transfer.fetches.MAX_FETCH_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_worker.transfer.protocol.MAX_FETCH_SECONDS", 2.0)
+    monkeypatch.setattr("tandem_worker.transfer.fetches.MAX_FETCH_SECONDS", 2.0)
     monkeypatch.setattr("tandem_worker.transfer.channel._MAX_BURST_BYTES", 1)
     holder, puller = make_peer(), make_peer()
     prompt = make_prompt(1)
@@ -424,7 +424,7 @@ def test_who_gave_what_it_could_in_the_time_there_was_is_asked_again(
     copy = holder.shelf.copy
 
     def copy_slowly(*arguments: Any) -> int:
-        time.sleep(0.08)
+        time.sleep(0.8)
         return copy(*arguments)
 
     monkeypatch.setattr(holder.shelf, "copy", copy_slowly)

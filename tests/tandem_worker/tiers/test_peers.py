@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.engine.lending import MOST_SHARE
+from tandem_worker.tiers import peer_link
 from tandem_worker.transfer.contract import TransferStats, join_stats
 
 from tests.tandem_worker.engine.history_model import greedy_answer
@@ -24,7 +25,9 @@ MakePeer = Callable[..., PeerRig]
 
 
 @pytest.fixture
-def make_peer() -> Iterator[MakePeer]:
+def make_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePeer]:
+    """Workers that let others in however late a busy machine does."""
+    monkeypatch.setattr(peer_link, "CONNECT_SECONDS", 15.0)
     rigs: list[PeerRig] = []
 
     def make(name: str = "", **options: object) -> PeerRig:

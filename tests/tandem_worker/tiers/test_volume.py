@@ -107,7 +107,7 @@ def test_a_filesystem_that_knows_no_locks_costs_no_descriptor(tmp_path: Path, mo
     for _ in range(3):
         with pytest.raises(OSError, match="No locks"):
             volume.lock()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(

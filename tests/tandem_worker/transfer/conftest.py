@@ -37,8 +37,8 @@ QUICK = TransferTimeouts(
     queue=1.5,
 )  # fmt: skip
 
-PATIENT = replace(QUICK, connect=5.0, handshake=5.0, frame=5.0, silence=4.0, stall=2.0, queue=10.0)
-"""For pieces that an engine moves: its threads, too, are behind on a busy machine."""
+PATIENT = replace(QUICK, connect=15.0, handshake=15.0, frame=15.0, silence=15.0, stall=15.0, queue=60.0)
+"""Nobody is given up because a busy machine is slow."""
 
 
 def build_cache(num_blocks: int = 16, *, dtype: torch.dtype = torch.float32, heads: int = 2) -> KVCache:
@@ -133,6 +133,8 @@ class NotingDecode:
 class Pair:
     """Both ends on loopback; the decode end's block i of a prompt is block i + 1."""
 
+    limits = PATIENT
+
     def __init__(
         self,
         *,
@@ -147,7 +149,7 @@ class Pair:
         fill(self.source)
         self.transports = transports or [build_transports(transport), build_transports(transport)]
         """Of the decode end and of the prefill end."""
-        self.timeouts = QUICK if transport == "TCP" else PATIENT
+        self.timeouts = self.limits
         self.client = TcpPrefillClient(verify=verify, timeouts=self.timeouts, transports=self.transports[0], **client)
         space = BlockSpace(self.target)
         self.identity = Identity(worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint)
@@ -203,6 +205,13 @@ class Pair:
         self.client.close()
         if self.server is not None:
             self.server.close()
+
+
+@pytest.fixture
+def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does nothing is given up within a second, but for the limits that a test's parameters say: of several the
+    one that it is about is the first."""
+    monkeypatch.setattr(Pair, "limits", replace(QUICK, **getattr(request, "param", {})))
 
 
 @pytest.fixture

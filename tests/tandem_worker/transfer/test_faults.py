@@ -182,6 +182,7 @@ def test_a_payload_of_the_wrong_length_lands_nowhere(scripted: Any, kit: SimpleN
     assert pair.untouched
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_silent_peer_is_given_up(scripted: Any, kit: SimpleNamespace) -> None:
     """A worker whose machine is gone, or that is stopped: the connection stands, nothing comes."""
 
@@ -196,6 +197,7 @@ def test_a_silent_peer_is_given_up(scripted: Any, kit: SimpleNamespace) -> None:
     assert "silent" in pair.decode.failed[0][2] or "no progress" in pair.decode.failed[0][2]
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_peer_that_never_greets_is_given_up(scripted: Any, kit: SimpleNamespace) -> None:
     pair, peer = scripted(lambda peer, sock: sock.recv(1 << 16) and sock.recv(1))
     pair.client.start(pair.order(peer.endpoint))
@@ -303,6 +305,7 @@ def kit_module() -> SimpleNamespace:
 # Strangers at the prefill worker's port.
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     "data",
     [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01" + bytes(300), bytes(64), b"\xff" * 64,
@@ -321,6 +324,7 @@ def test_a_stranger_is_dropped(pair: Any, kit: SimpleNamespace, data: bytes) -> 
     kit.eventually(lambda: bool(pair.decode.done))
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("data", [b"", b"\x10", protocol.encode_header(FrameKind.HELLO, 0, 100) + b"{"])
 def test_a_stranger_that_waits_is_dropped(pair: Any, data: bytes) -> None:
     with stranger(pair) as sock:

@@ -110,6 +110,7 @@ def test_half_a_frame_leaves_nothing(scripted: Any, kit: SimpleNamespace, end: s
         go.set()
 
 
+@pytest.mark.usefixtures("hasty")
 def test_blocks_that_stay_damaged_leave_nothing(scripted: Any, kit: SimpleNamespace) -> None:
     def script(peer: ScriptedPeer, sock: socket.socket) -> None:
         peer.greet(sock)

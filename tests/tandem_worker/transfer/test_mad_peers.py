@@ -134,6 +134,7 @@ def test_another_version_is_refused_with_a_sentence(pair: Any) -> None:
 # With the key: memory.
 
 
+@pytest.mark.usefixtures("hasty")
 def test_announced_bytes_cost_nothing(kit: SimpleNamespace) -> None:
     """Sixteen bytes once made a worker allocate 42 MB; here 60 connections announce the largest frames there are."""
     pair = kit.Pair()
@@ -160,6 +161,7 @@ def test_announced_bytes_cost_nothing(kit: SimpleNamespace) -> None:
         pair.close()
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("bytes_at_once", [0, 1])
 def test_a_frame_ends_in_time_or_the_connection_does(pair: Any, kit: SimpleNamespace, bytes_at_once: int) -> None:
     """Nothing, or a drop now and then: both are too slow."""
@@ -332,6 +334,7 @@ def test_many_names_gain_little() -> None:
     assert elsewhere.place(0, 1) == 0
 
 
+@pytest.mark.usefixtures("hasty")
 def test_attachments_are_bounded_and_do_not_wait_for_ever(guarded: Any, kit: SimpleNamespace) -> None:
     pair = guarded()
     with greet(enter(pair.endpoint), pair) as sock:
@@ -471,7 +474,15 @@ def heartbeat_for_ever(sock: socket.socket, started: int | None) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("starts", "reason"), [(False, "not begun"), (True, "no progress")])
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("hasty", "starts", "reason"),
+    [
+        ({"handshake": 15.0, "silence": 15.0, "stall": 15.0}, False, "not begun"),
+        ({"handshake": 15.0, "silence": 15.0, "patience": 15.0}, True, "no progress"),
+    ],
+    indirect=["hasty"],
+)
 def test_heartbeats_do_not_extend_an_order_for_ever(
     scripted: Any, kit: SimpleNamespace, starts: bool, reason: str
 ) -> None:
@@ -487,6 +498,7 @@ def test_heartbeats_do_not_extend_an_order_for_ever(
     assert pair.decode.overdue == ([] if starts else [("a", 1)])
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_peer_that_takes_nothing_is_given_up(guarded: Any, kit: SimpleNamespace) -> None:
     pair = guarded()
     with enter(pair.endpoint) as sock:

@@ -189,6 +189,8 @@ def test_a_queued_order_waits_while_the_peers_engine_moves_on(held_pair: Any, ki
     kit.eventually(lambda: bool(held_pair.decode.done))
 
 
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("hasty", [{"handshake": 15.0, "silence": 15.0}], indirect=True)
 def test_a_stalled_engine_is_given_up(held_pair: Any, kit: SimpleNamespace) -> None:
     held_pair.client.start(held_pair.order(held_pair.serve()))
     name = held_pair.prefill.next_order()

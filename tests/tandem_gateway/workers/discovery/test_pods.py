@@ -21,7 +21,8 @@ from tandem_gateway.workers.waker import Sleeper
 class Watch:
     """A watcher under test and what it reported last."""
 
-    def __init__(self, api: FakeApiServer, token: Path) -> None:
+    def __init__(self, api: FakeApiServer, token: Path, silence_seconds: float = 300.0) -> None:
+        """What the server sends over a watch that was given up in the meantime is lost, as with no real one."""
         self.reports: list[list[str]] = []
         self.token = token
         server = ApiServer(host="127.0.0.1", port=api.port, ca=None, token=token)
@@ -32,7 +33,7 @@ class Watch:
             model="toy",
             apply=self._apply,
             tell_sleepers=self._tell,
-            silence_seconds=0.4,
+            silence_seconds=silence_seconds,
             backoff_first=0.02,
         )
         self.task = asyncio.create_task(self.watcher.run())
@@ -130,9 +131,14 @@ async def test_a_version_too_old_lists_again(api: FakeApiServer, watch: Watch, a
     assert len(api.lists) == 2
 
 
-async def test_a_silent_watch_is_opened_anew(api: FakeApiServer, watch: Watch) -> None:
-    await watch.until(lambda: len(api.watches) >= 2)
-    assert watch.reports == [["a@10.0.0.1:8000"]]
+async def test_a_silent_watch_is_opened_anew(api: FakeApiServer, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t")
+    api.items = [make_pod("a")]
+    found = Watch(api, tmp_path / "token", silence_seconds=0.4)
+    await found.until(lambda: len(api.watches) >= 2)
+    assert found.reports == [["a@10.0.0.1:8000"]]
+    found.task.cancel()
+    await asyncio.gather(found.task, return_exceptions=True)
 
 
 async def test_losing_the_api_server_keeps_the_workers(api: FakeApiServer, watch: Watch) -> None:
@@ -218,5 +224,5 @@ async def test_one_that_never_gets_ready_is_dismissed(
 ) -> None:
     monkeypatch.setattr(module, "ADMITTED_SECONDS", 0.1)
     watch.watcher.admit(await find_sleeper(api, watch))
-    await watch.until_names("a", "b")
-    await watch.until_names("a")
+    await watch.until(lambda: len(watch.reports) == 3)
+    assert [[item.split("@")[0] for item in report] for report in watch.reports] == [["a"], ["a", "b"], ["a"]]

@@ -26,7 +26,7 @@ class Watch:
         self.applied: list[GatewayRouting] = []
         server = ApiServer(host="127.0.0.1", port=api.port, ca=None, token=token)
         self.watcher = RoutingWatcher(
-            server, namespace="ns", model="toy", apply=self.applied.append, silence_seconds=5.0, backoff_first=0.02
+            server, namespace="ns", model="toy", apply=self.applied.append, silence_seconds=300.0, backoff_first=0.02
         )
         self.task = asyncio.create_task(self.watcher.run())
 

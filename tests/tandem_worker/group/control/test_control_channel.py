@@ -146,8 +146,8 @@ def test_a_member_that_is_gone_ends_the_group_for_everybody(make_scene: Callable
     assert dying.receive()[0] is MessageKind.WELCOME
     dying.close()
     loss = Loss("rank 2 in pod m-2 is gone: it closed its connection")
-    assert scene.causes.get(timeout=30) == loss
-    assert causes.get(timeout=30) == loss
+    assert scene.causes.get(timeout=60) == loss
+    assert causes.get(timeout=60) == loss
     for wait in (scene.leader.collect, staying.receive, lambda: scene.leader.send_steps({1: b"step"})):
         with pytest.raises(GroupLostError, match="rank 2 in pod m-2"):
             wait()
@@ -160,7 +160,7 @@ def test_the_better_explanation_counts(make_scene: Callable[[int], Scene]) -> No
     scene.form()
     dying.close()
     scene.leader.lose(Loss("rank 1 was killed by SIGKILL"))
-    assert scene.causes.get(timeout=30) == Loss("rank 1 was killed by SIGKILL")
+    assert scene.causes.get(timeout=60) == Loss("rank 1 was killed by SIGKILL")
     time.sleep(0.7)
     assert scene.causes.empty()
 
@@ -171,7 +171,7 @@ def test_what_a_follower_says_last_is_the_cause(make_scene: Callable[[int], Scen
     scene.form()
     eventually(lambda: member.formed)
     member.blame(Loss("the device is full", "OutOfMemory"), patience=0.0)
-    assert scene.causes.get(timeout=30) == Loss("rank 1 in pod m-1 failed: the device is full", "OutOfMemory")
+    assert scene.causes.get(timeout=60) == Loss("rank 1 in pod m-1 failed: the device is full", "OutOfMemory")
 
 
 def test_a_member_that_restarts_shows_that_its_predecessor_is_gone(
@@ -187,7 +187,7 @@ def test_a_member_that_restarts_shows_that_its_predecessor_is_gone(
     new = scene.knock(1)
     kind, _ = new.receive()
     assert kind is MessageKind.REFUSED
-    assert "rank 1 in pod m-1 started anew" in scene.causes.get(timeout=30).message
+    assert "rank 1 in pod m-1 started anew" in scene.causes.get(timeout=60).message
 
 
 def test_a_leader_that_is_gone_ends_its_followers(make_scene: Callable[[int], Scene]) -> None:
@@ -195,12 +195,12 @@ def test_a_leader_that_is_gone_ends_its_followers(make_scene: Callable[[int], Sc
     member = make_member(1, causes)
     with play_leader() as (port, callers):
         threading.Thread(target=member.meet, args=("127.0.0.1", port), daemon=True).start()
-        link = callers.get(timeout=10)
+        link = callers.get(timeout=60)
         link.receive()
         link.send(MessageKind.WELCOME, encode_object({}))
         eventually(lambda: member.formed)
         link.close()
-    assert causes.get(timeout=30) == Loss("the leader is gone: it closed its connection")
+    assert causes.get(timeout=60) == Loss("the leader is gone: it closed its connection")
 
 
 @contextlib.contextmanager
@@ -325,7 +325,7 @@ def test_a_member_gone_mad_ends_its_group_with_a_reason(
     link = scene.knock(1)
     scene.form()
     link.send(kind, payload)
-    assert words in scene.causes.get(timeout=30).message
+    assert words in scene.causes.get(timeout=60).message
 
 
 def test_one_report_each(make_scene: Callable[[int], Scene]) -> None:
@@ -334,7 +334,7 @@ def test_one_report_each(make_scene: Callable[[int], Scene]) -> None:
     scene.form()
     link.send(MessageKind.REPORT, b"one")
     link.send(MessageKind.REPORT, b"two")
-    assert "it reported twice" in scene.causes.get(timeout=30).message
+    assert "it reported twice" in scene.causes.get(timeout=60).message
 
 
 def test_knockers_with_the_key_are_bounded(make_scene: Callable[[int], Scene]) -> None:
@@ -409,7 +409,7 @@ def test_a_listener_that_fails_ends_the_group(make_scene: Callable[[int], Scene]
     scene.form()
     eventually(lambda: member.formed)
     member.answer(b"x")
-    assert "not listened to any more: ZeroDivisionError: a defect" in scene.causes.get(timeout=30).message
+    assert "not listened to any more: ZeroDivisionError: a defect" in scene.causes.get(timeout=60).message
 
 
 def test_ranks_find_each_other_in_the_leaders_table(make_scene: Callable[[int], Scene]) -> None:
@@ -418,11 +418,11 @@ def test_ranks_find_each_other_in_the_leaders_table(make_scene: Callable[[int], 
     scene.form()
     eventually(lambda: first.formed and second.formed)
     found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=lambda: found.put(first.call(Operation.GET, [b"k"], seconds=10))).start()
-    threading.Thread(target=lambda: found.put(scene.leader.call(Operation.GET, [b"k"], seconds=10))).start()
-    assert second.call(Operation.SET, [b"k", b"v" * 100_000], seconds=10) == b""
-    assert [found.get(timeout=10) for _ in range(2)] == [b"v" * 100_000] * 2
-    assert [who.call(Operation.ADD, [b"n", b"1"], seconds=10) for who in (first, second, scene.leader)] == [
+    threading.Thread(target=lambda: found.put(first.call(Operation.GET, [b"k"], seconds=60))).start()
+    threading.Thread(target=lambda: found.put(scene.leader.call(Operation.GET, [b"k"], seconds=60))).start()
+    assert second.call(Operation.SET, [b"k", b"v" * 100_000], seconds=60) == b""
+    assert [found.get(timeout=60) for _ in range(2)] == [b"v" * 100_000] * 2
+    assert [who.call(Operation.ADD, [b"n", b"1"], seconds=60) for who in (first, second, scene.leader)] == [
         b"1", b"2", b"3",
     ]  # fmt: skip
     with pytest.raises(TimeoutError):
@@ -446,7 +446,7 @@ def test_who_waits_in_the_table_is_told_when_the_group_ends(make_scene: Callable
         threading.Thread(target=wait, args=(who,), daemon=True).start()
     time.sleep(0.2)
     scene.leader.lose(Loss("rank 1 was killed by SIGKILL"))
-    assert [errors.get(timeout=30) for _ in range(2)] == ["rank 1 was killed by SIGKILL"] * 2
+    assert [errors.get(timeout=60) for _ in range(2)] == ["rank 1 was killed by SIGKILL"] * 2
 
 
 def pair_of_links() -> tuple[socket.socket, ControlLink]:
@@ -524,7 +524,7 @@ def test_silence_ends_a_connection() -> None:
         quiet.close()
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -97,9 +97,9 @@ def test_what_runs_out_of_bounds_is_told_so_and_the_next_call_is_served(
     process = confined.process_id
     began = time.monotonic()
     with pytest.raises(LimitError) as caught:
-        confined.call_here(function, request_, seconds=3 if function == "sleep" else 20)
+        confined.call_here(function, request_, seconds=3 if function == "sleep" else 50)
     assert caught.value.limit == limit
-    assert time.monotonic() - began < (4 if function == "sleep" else 20)
+    assert time.monotonic() - began < 50, "it would sleep for a minute"
     assert confined.call_here("echo", b"next", seconds=30) == b"next"
     assert confined.process_id == process
     assert confined.num_restarts == 0
@@ -110,7 +110,7 @@ def test_a_job_ends_with_its_deadline(start: Start) -> None:
     confined.call_here("echo", b"", seconds=30)
     children = Path(f"/proc/{confined.process_id}/task/{confined.process_id}/children")
     with pytest.raises(LimitError):
-        confined.call_here("sleep", b"", seconds=0.5)
+        confined.call_here("sleep", b"", seconds=2.0)
     wait_for(lambda: len(children.read_text().split()) == 2)  # those that wait for a call
 
 
@@ -171,7 +171,7 @@ def test_a_call_survives_the_death_of_the_process_under_it(start: Start) -> None
     assert process is not None
     timer = threading.Timer(0.3, os.kill, (process, signal.SIGKILL))
     timer.start()
-    assert confined.call_here("nap", b"1.0", seconds=30) != b"%d" % process
+    assert confined.call_here("nap", b"2.5", seconds=30) != b"%d" % process
     timer.join()
     assert confined.num_restarts == 1
 
@@ -263,7 +263,7 @@ async def test_a_full_queue_refuses_at_once(start: Start) -> None:
 async def test_waiting_counts_to_the_deadline(start: Start) -> None:
     confined = start(parallel=1)
     await confined.call("echo", b"", seconds=30)
-    first = asyncio.create_task(confined.call("nap", b"1.0", seconds=30))
+    first = asyncio.create_task(confined.call("nap", b"2.5", seconds=30))
     await asyncio.sleep(0.1)
     with pytest.raises(UnavailableError, match="in time"):
         await confined.call("echo", b"", seconds=0.3)

@@ -153,7 +153,7 @@ def test_a_resolver_that_hangs_costs_the_given_time_and_few_threads(monkeypatch:
     assert threading.active_count() - before <= 8
     assert resolve("127.0.0.1", 7000, 0.5)  # addresses need no resolver
     hanging.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > before:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -216,7 +216,7 @@ def test_idle_strangers_leave_no_descriptor_behind(open_door: Open) -> None:
     for sock in strangers:
         sock.close()
     entrance.door.close()
-    eventually(lambda: num_descriptors() == before)
+    eventually(lambda: num_descriptors() <= before)
 
 
 def test_an_admission_that_fails_costs_one_connection(open_door: Open) -> None:
@@ -267,7 +267,7 @@ def test_a_door_whose_thread_cannot_start_leaves_nothing_open(monkeypatch: pytes
         with pytest.raises(ThreadStartError):
             door.start()
     door.close()
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
 
 
 def test_it_may_be_closed_from_its_own_thread_and_twice(open_door: Open) -> None:

@@ -18,10 +18,10 @@ def test_one_of_many_gets_it(tmp_path: Path) -> None:
     holders: list[str] = []
 
     def work(name: str) -> None:
-        held = lease.acquire(tmp_path, name, is_complete=done.is_set, **QUICK)
+        held = lease.acquire(tmp_path, name, is_complete=done.is_set, **QUICK | {"stale_seconds": 2.0})
         if held is not None:
             holders.append(name)
-            time.sleep(0.6)  # longer than a dead holder would be believed
+            time.sleep(2.5)  # longer than a dead holder would be believed
             done.set()
             held.release()
 

@@ -71,7 +71,7 @@ def test_after_the_end_nothing_is_written_and_no_descriptor_is_left(tmp_path: Pa
     before = len(os.listdir("/proc/self/fd"))
     parts = leave(tmp_path, 0)
     parts.write(1, chunk(1), xxh3_128_digest(chunk(1)))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not any(parts.part(0).read_bytes()[1 << 20 : 2 << 20])
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def fill(store: tuple[Program, Program], disk: Path, num_prompts: int) -> None:
     writer = StoreRig(holder.address, num_blocks=64 + 16 * num_prompts)
     for seed in range(num_prompts):
         refill(writer, seed)
-    wait_until(lambda: len(find_blocks(disk)) >= writer.written, 15.0)
+    wait_until(lambda: len(find_blocks(disk)) >= writer.written)
     writer.close()
     names = disk / NAMES
     wait_until(lambda: names.exists() and names.stat().st_mtime_ns >= (disk / FILE).stat().st_mtime_ns)
@@ -83,13 +83,17 @@ def test_blocks_outlive_the_process_that_holds_them(store: tuple[Program, Progra
     rig.close()
 
 
-def test_a_master_that_was_started_again_is_told_what_is_on_disks(store: tuple[Program, Program], disk: Path) -> None:
+def test_a_master_that_was_started_again_is_told_what_is_on_disks(
+    store: tuple[Program, Program], disk: Path, limit_calls: Callable[[float], None]
+) -> None:
     master, holder = store
     writer = StoreRig(holder.address)
     refill(writer, 1)
-    wait_until(lambda: len(find_blocks(disk)) >= writer.written, 15.0)
+    wait_until(lambda: len(find_blocks(disk)) >= writer.written)
+    limit_calls(1.0)
     master.kill()
-    wait_until(lambda: not writer.tier.health.on, 15.0)
+    wait_until(lambda: not writer.tier.health.on)
+    limit_calls(15.0)
     master.start()
     wait_until(lambda: writer.tier.health.on)
     writer.close()

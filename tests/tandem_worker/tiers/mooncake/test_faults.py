@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from tandem_worker.tiers.errors import (
     TierError,
 )
 from tandem_worker.tiers.health import Cause
-from tandem_worker.tiers.mooncake import client, objects, tier
+from tandem_worker.tiers.mooncake import client, tier
 from tandem_worker.tiers.mooncake.notes import Note, Notes
 from tandem_worker.tiers.mooncake.program import is_answered
 from tandem_worker.tiers.mooncake.tier import RESTART_AFTER, StoreTier
@@ -49,11 +49,6 @@ NOTHING = Cause("", "")
 def store(tmp_path: Path) -> Iterator[tuple[Program, Program]]:
     with run_store(tmp_path) as programs:
         yield programs
-
-
-@pytest.fixture(autouse=True)
-def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MOVE_SECONDS", 1.0)
 
 
 def serve(rig: StoreRig, request_id: str, seed: int) -> float:
@@ -92,17 +87,21 @@ def check_found_damaged(address: str, num_prompts: int) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["master", "holder"])
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_a_side_that_goes_is_found_and_comes_back(store: tuple[Program, Program], which: int, how: str) -> None:
+def test_a_side_that_goes_is_found_and_comes_back(
+    store: tuple[Program, Program], limit_calls: Callable[[float], None], which: int, how: str
+) -> None:
     rig, program = StoreRig(store[1].address), store[which]
     refill(rig, 1)
+    limit_calls(1.0)
     getattr(program, how)()
     assert serve(rig, "during", 2) < 5.0
-    wait_until(lambda: not rig.tier.health.on, 15.0)
+    wait_until(lambda: not rig.tier.health.on)
     cause = rig.tier.health.cause
     assert cause is not None
     assert cause.reason in (STORE_UNREACHABLE, STORE_FROZEN, "StoreFailed"), cause
     assert serve(rig, "off", 3) < 5.0
     assert measure_cpu(rig) < 0.5
+    limit_calls(15.0)
     if how == "freeze":
         program.thaw()
     else:
@@ -130,14 +129,18 @@ def measure_cpu(rig: StoreRig) -> float:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_helper_that_goes_is_replaced(store: tuple[Program, Program], how: signal.Signals) -> None:
+def test_a_helper_that_goes_is_replaced(
+    store: tuple[Program, Program], limit_calls: Callable[[float], None], how: signal.Signals
+) -> None:
     rig = StoreRig(store[1].address)
     refill(rig, 1)
     first = rig.tier.helper_pid
     assert first is not None
+    limit_calls(1.0)
     os.kill(first, how)
     assert serve(rig, "during", 2) < 5.0
-    wait_until(lambda: rig.tier.health.on and rig.tier.helper_pid not in (None, first), 15.0)
+    wait_until(lambda: rig.tier.health.on and rig.tier.helper_pid not in (None, first))
+    limit_calls(15.0)
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     refill(rig, 3)
@@ -146,17 +149,19 @@ def test_a_helper_that_goes_is_replaced(store: tuple[Program, Program], how: sig
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_another_workers_holder_that_goes_takes_its_blocks_along_and_nothing_else(
-    store: tuple[Program, Program], tmp_path: Path, how: str
+    store: tuple[Program, Program], limit_calls: Callable[[float], None], tmp_path: Path, how: str
 ) -> None:
     other = build_holder(tmp_path, store[0])
     try:
         writer = StoreRig(store[1].address)
         for seed in range(4):
             refill(writer, seed)
+        limit_calls(1.0)
         getattr(other, how)()
         rig = StoreRig(store[1].address, usable=False)
         for seed in range(4):
             assert serve(rig, f"r{seed}", seed) < 10.0
+        limit_calls(15.0)
         wait_until(lambda: rig.tier.health.on)
         refill(rig, 9)
         rig.close()
@@ -167,10 +172,13 @@ def test_another_workers_holder_that_goes_takes_its_blocks_along_and_nothing_els
         other.kill()
 
 
-def test_a_holder_that_is_slow_delays_nothing_and_is_used_again(store: tuple[Program, Program]) -> None:
+def test_a_holder_that_is_slow_delays_nothing_and_is_used_again(
+    store: tuple[Program, Program], limit_calls: Callable[[float], None]
+) -> None:
     """It runs for two of a hundred milliseconds."""
     rig = StoreRig(store[1].address)
     refill(rig, 1)
+    limit_calls(1.0)
     over = threading.Event()
 
     def slow() -> None:
@@ -189,28 +197,32 @@ def test_a_holder_that_is_slow_delays_nothing_and_is_used_again(store: tuple[Pro
     finally:
         over.set()
         thread.join()
+    limit_calls(15.0)
     wait_until(lambda: rig.tier.health.on)
     refill(rig, 9)
     rig.close()
 
 
 def test_one_that_takes_connections_and_answers_nothing_is_to_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_calls: Callable[[float], None]
 ) -> None:
     """A queue that is wedged: nothing that listens looks at it."""
+    limit_calls(1.0)
     monkeypatch.setattr(client, "START_SECONDS", 1.0)
     monkeypatch.setattr(tier, "RESTART_AFTER", 2)
     notes = Notes(tmp_path)
     notes.touch()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rig = StoreRig(f"127.0.0.1:{silent.getsockname()[1]}", usable=False, notes=tmp_path)
-        wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_FROZEN, 15.0)
+        wait_until(lambda: (rig.tier.health.cause or NOTHING).reason == STORE_FROZEN)
         assert serve(rig, "a", 1) < 5.0
-        wait_until(notes.take_restart, 15.0)
+        wait_until(notes.take_restart)
         rig.close()
 
 
-def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path) -> None:
+def test_a_frozen_holder_is_started_again_and_used_without_a_hand(
+    tmp_path: Path, limit_calls: Callable[[float], None]
+) -> None:
     health, notes = free_port(), tmp_path / "notes"
     above = [*IMPATIENT, f"--alive={health}", f"--notes={notes}"]
     master = build_master(tmp_path)
@@ -221,9 +233,11 @@ def test_a_frozen_holder_is_started_again_and_used_without_a_hand(tmp_path: Path
         (program,) = find_children(holder.pid)
         wait_until(lambda: is_answered(health))
         time.sleep(0.5)  # it has been heard
+        limit_calls(1.0)
         os.kill(program, signal.SIGSTOP)
         assert serve(rig, "during", 2) < 5.0
-        wait_until(lambda: not rig.tier.health.on, 15.0)
+        wait_until(lambda: not rig.tier.health.on)
+        limit_calls(15.0)
         wait_until(lambda: rig.tier.health.on)
         assert program not in find_children(holder.pid)
         refill(rig, 3)

@@ -26,7 +26,7 @@ def test_the_next_master_is_found_by_etcd(tmp_path: Path) -> None:
             refill(rig, 1)
             leader.kill()
             assert serve(rig, "during", 2) < 5.0
-            wait_until(lambda: not rig.tier.health.on, 15.0)
+            wait_until(lambda: not rig.tier.health.on)
             wait_until(lambda: rig.tier.health.on)
             refill(rig, 3)
             check_found(holder.address, 3)
