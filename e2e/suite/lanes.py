@@ -31,10 +31,10 @@ SHARED_FILES = {
 API server of their own with its ports, or a reference that takes ten seconds to load."""
 FIRST = (
     "main", "test_roles_follow_their_targets_apart", "staged", "untouched", "test_a_branch_that_moves", "pair",
-    "test_a_canary_is_promoted_and_undone", "test_a_rename_under_load", "test_a_model_sleeps_and_wakes",
-    "test_each_fault_is_named",
+    "other writers", "test_a_canary_is_promoted_and_undone", "test_a_rename_under_load",
+    "test_a_model_sleeps_and_wakes", "test_each_fault_is_named",
     "test_workers_that_do_both", "test_a_step_that_hangs", "test_prefill_is_added", "test_a_pair_is_replaced",
-    "test_a_secret_that_is_broken", "test_three_ranks", "other writers",
+    "test_a_secret_that_is_broken", "test_three_ranks",
 )  # fmt: skip
 LAST = ("commands", "charts", "examples", "admission", "test_chart", "test_dashboard")
 """Short ones, which even out the lanes' ends."""
