@@ -49,10 +49,10 @@ def observe_processes() -> list[Process]:
             arguments = (entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             folder = os.readlink(entry / "cwd")
+            os.readlink(entry / "exe")  # a kernel thread has none; one that just begins has it before its arguments
         except OSError:  # it has ended, or it is somebody else's
             continue
-        if arguments != [""]:
-            found.append(Process(pid=int(entry.name), parent=parent, arguments=tuple(arguments), folder=folder))
+        found.append(Process(pid=int(entry.name), parent=parent, arguments=tuple(arguments), folder=folder))
     return found
 
 
