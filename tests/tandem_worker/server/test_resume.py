@@ -469,16 +469,20 @@ async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
     pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal has those that the end repeats, and none once it repeats none. How many bytes they are depends on the
-    digits that a CPU's arithmetic gives, so the bound is what the first half of this answer's come to."""
+    digits that a CPU's arithmetic gives, so the bound is half of what this answer's come to."""
     request = KINDS[kind]
     told = [event["logprobs"] for event in read_named(await ask(pair[0], request)) if event["type"].endswith(".delta")]
-    half = sum(len(orjson.dumps(each)) - len("[]") for each in told[: len(told) // 2])
+    half = sum(len(orjson.dumps(each)) - len("[]") for each in told) // 2
     monkeypatch.setattr("tandem_worker.server.dialects.responses.encoder.MAX_REPEATED_BYTES", half)
-    head, units = await record(pair[0], request)
+    marks, beyond = [b""], [0]
+    for _ in range(20):  # on a busy machine the steps of several tokens are told at once
+        if beyond and 1 < beyond[0] < len(marks) - 1:
+            break
+        head, units = await record(pair[0], request)
+        marks = [mark for _, mark in units]
+        beyond = [number for number, mark in enumerate(marks) if mark.split()[4:5] == [b"-"]]
     whole = b"".join(events for events, _ in units)
-    marks = [mark for _, mark in units]
-    beyond = [number for number, mark in enumerate(marks) if mark.split()[4:5] == [b"-"]]
-    assert 1 < beyond[0] < len(marks) - 1, "an event may have several tokens"
+    assert 1 < beyond[0] < len(marks) - 1
     assert read_named(whole)[-1]["response"]["output"][-1]["content"][0]["logprobs"] == []
     for cut in sorted({max(1, beyond[0] - 2), beyond[0] - 1, beyond[0], beyond[0] + 1, beyond[-1]}):
         rest = await resume(pair[1], request, head, marks[:cut])
