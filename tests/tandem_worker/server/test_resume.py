@@ -474,13 +474,12 @@ async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
     told = [event["logprobs"] for event in read_named(await ask(pair[0], request)) if event["type"].endswith(".delta")]
     half = sum(len(orjson.dumps(each)) - len("[]") for each in told) // 2
     monkeypatch.setattr("tandem_worker.server.dialects.responses.encoder.MAX_REPEATED_BYTES", half)
-    marks, beyond = [b""], [0]
     for _ in range(20):  # on a busy machine the steps of several tokens are told at once
-        if beyond and 1 < beyond[0] < len(marks) - 1:
-            break
         head, units = await record(pair[0], request)
         marks = [mark for _, mark in units]
         beyond = [number for number, mark in enumerate(marks) if mark.split()[4:5] == [b"-"]]
+        if beyond and 1 < beyond[0] < len(marks) - 1:
+            break
     whole = b"".join(events for events, _ in units)
     assert 1 < beyond[0] < len(marks) - 1
     assert read_named(whole)[-1]["response"]["output"][-1]["content"][0]["logprobs"] == []
