@@ -28,8 +28,7 @@ from e2e.suite.fleet import Kubernetes, Say, until
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(2400)]
 BEFORE, AFTER = "0.99.0", "0.99.1"
 MODEL = "smollm2"
-ANSWER_WITHIN = 600
-"""Seconds, with what a busy machine takes to fetch and unpack three images."""
+ANSWER_WITHIN = 180
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencemodels.tandem.dev"
 
 
