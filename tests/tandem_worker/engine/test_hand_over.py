@@ -74,8 +74,7 @@ def test_tokens_go_out_though_the_next_step_fails(rig: Rig) -> None:
     model.count_steps = fail_in_time
     rig.submit("r", PROMPT, max_tokens=50)
     rig.wait()
-    tokens = rig.out.tokens("r")
-    assert tokens == list(greedy_answer(PROMPT, 50))[: len(tokens)]
+    assert rig.out.tokens("r") == list(greedy_answer(PROMPT, 3))
     assert rig.out.reason("r") is FinishReason.ERROR
 
 

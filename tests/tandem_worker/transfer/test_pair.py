@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,13 +178,15 @@ def test_engine_that_fails_the_prompt(held_pair: Any, kit: SimpleNamespace) -> N
     assert "no block is free" in held_pair.decode.failed[0][2]
 
 
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("hasty", [{"stall": 2.0, "handshake": 15.0, "silence": 15.0, "queue": 60.0}], indirect=True)
 def test_a_queued_order_waits_while_the_peers_engine_moves_on(held_pair: Any, kit: SimpleNamespace) -> None:
     held_pair.client.start(held_pair.order(held_pair.serve()))
     name = held_pair.prefill.next_order()
-    for _ in range(12):
+    over = time.monotonic() + 1.5 * held_pair.timeouts.stall
+    while time.monotonic() < over:
         held_pair.prefill.steps += 1
-        kit.eventually(lambda: True)
-        __import__("time").sleep(0.06)
+        time.sleep(0.06)
     assert held_pair.decode.failed == []
     held_pair.prefill.run(name)
     kit.eventually(lambda: bool(held_pair.decode.done))
